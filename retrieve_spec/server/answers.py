@@ -1,4 +1,4 @@
-"""Answers as the clients of llama.cpp's and OpenAI's dialects read them, whole or as the events of a stream."""
+"""Answers in the dialects of llama.cpp and OpenAI, as one body or as the events of a stream."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from retrieve_spec.server.tools import ToolCall
 
 Events = list[dict[str, Any]]
 Shown = Thought | str | dict[str, Any]
-"""What an answer is made of: thoughts, text, and calls of tools as chats have them."""
+"""Parts of an answer: thoughts, text, and tool calls as in chats."""
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """One server-sent event on one line, without blanks after the colons (clients match on that), named by its type."""
+    """Return one server-sent event on one line, without blanks after colons (clients match on that)."""
     name = f"event: {body['type']}\n" if "type" in body else ""
     return name.encode() + b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def project(body: dict[str, Any], fields: Sequence[str] | None) -> dict[str, Any]:
-    """Only the named fields; a path such as ``timings/prompt_n`` stays the key of its value."""
+    """Return only the named fields; a path such as ``timings/prompt_n`` remains the key of its value."""
     if fields is None:
         return body
     out: dict[str, Any] = {}
@@ -46,19 +46,19 @@ def project(body: dict[str, Any], fields: Sequence[str] | None) -> dict[str, Any
 
 
 def finish_reason(done: Completion, *, called: bool = False) -> str:
-    """OpenAI's word for why a completion ended, given whether it calls tools."""
+    """Return OpenAI's `finish_reason` of a completion."""
     ended = "tool_calls" if called else "stop"
     return ended if done.stop_type in ("eos", "word") else "length"
 
 
 def marks(*finished: Completion) -> dict[str, bool]:
-    """What is said of texts that were given up, or ended by a deadline."""
+    """Return the fields that mark a superseded answer, or one that a deadline ended."""
     superseded = {"superseded": True} if any(done.outcome == "superseded" for done in finished) else {}
     return superseded | ({"deadline": True} if any(done.deadline_hit for done in finished) else {})
 
 
 def timings(done: Completion) -> dict[str, Any]:
-    """Counters of one completion under llama.cpp's names, and ours."""
+    """Return the counters of one completion under llama.cpp's names, and our own."""
     evaluated = max(0, done.prompt_tokens - done.cached_tokens)
     predicted = done.predicted
     prompt_ms, predicted_ms = 1000 * done.prompt_s, 1000 * done.predict_s
@@ -82,18 +82,18 @@ def timings(done: Completion) -> dict[str, Any]:
 
 
 class Answer(ABC):
-    """How an answer of one or several texts is written.
+    """How an answer with one or several texts is written.
 
     Attributes
     ----------
     closing
-        What a stream ends with.
+        End of a stream.
     ping
-        What a stream has while there is nothing to say: a comment, which clients of server-sent events skip.
+        Sent while nothing is new: a comment, which clients of server-sent events ignore.
     media_type
-        What a stream is.
+        Content type of a stream.
     tells_superseded
-        Whether the body says so of a request that was replaced, which is an error otherwise.
+        Whether the body reports that a request was superseded; otherwise that is an error.
     """
 
     closing, ping, media_type = b"", b": ping\n\n", "text/event-stream"
@@ -105,35 +105,35 @@ class Answer(ABC):
         self._calls = Counter[int]()  # by text
 
     def encoded(self, body: dict[str, Any]) -> bytes:
-        """One event of a stream."""
+        """Encode one event of a stream."""
         return event(body)
 
     def begin(self, index: int) -> Events:
-        """Events before any text."""
+        """Return the events before any text."""
         return []
 
     @abstractmethod
     def delta(self, delta: Delta, index: int) -> Events:
-        """Events for what one pass made certain."""
+        """Return the events for the new text of one pass."""
 
     @abstractmethod
     def end(self, done: Completion, index: int) -> Events:
-        """Events at the end of a text."""
+        """Return the events at the end of a text."""
 
     def close(self, finished: Sequence[Completion]) -> Events:
-        """Events at the end of a stream."""
+        """Return the events at the end of a stream."""
         return []
 
     @abstractmethod
     def whole(self, finished: Sequence[Completion]) -> dict[str, Any]:
-        """The answer without streaming."""
+        """Return the body of an answer that is not streamed."""
 
     def failure(self, error: str) -> dict[str, Any]:
-        """The event of a text that failed."""
+        """Return the event for a text that failed."""
         return {"error": {"code": 500, "message": error, "type": "server_error"}}
 
     def _said(self, text: str, index: int = 0, *, last: bool = False) -> list[Shown]:
-        """What further characters of a text come to."""
+        """Return the parts (thoughts, text, calls) of further characters of a text."""
         if self._make_reader is None:
             return [self._written(text)] if text else []
         if index not in self._readers:
@@ -147,14 +147,14 @@ class Answer(ABC):
         return Thought(self._written(part.text)) if isinstance(part, Thought) else self._written(part)
 
     def _spoken(self, done: Completion, index: int = 0) -> tuple[str, str, Events]:
-        """All that a text thinks, all that it says, and all calls in it."""
+        """Return all thoughts, all text and all calls of an answer."""
         said = self._said(done.text, index, last=True)
         calls = [part for part in said if isinstance(part, dict)]
         thought = "".join(part.text for part in said if isinstance(part, Thought))
         return thought, "".join(part for part in said if isinstance(part, str)), calls
 
     def _call(self, call: ToolCall, index: int) -> dict[str, Any]:
-        """A call, with an id of nine letters and digits: templates of Mistral's models take no other."""
+        """Return a call with an id of nine letters and digits, the only form that Mistral's templates accept."""
         self._calls[index] += 1
         arguments = json.dumps(with_texts(call.arguments, self._written), ensure_ascii=False)
         function = {"name": call.name, "arguments": arguments}
@@ -162,23 +162,23 @@ class Answer(ABC):
 
 
 class ItemizedAnswer(Answer):
-    """An answer that is a row of items, each a thought, text or a call, which follow one another in a stream, too."""
+    """An answer that is a list of items: thoughts, texts and calls."""
 
     _under_way = ""
 
     def delta(self, delta: Delta, index: int) -> Events:
-        """Events for what one pass made certain."""
+        """Return the events for the new text of one pass."""
         return self._told(self._said(delta.text))
 
     def end(self, done: Completion, index: int) -> Events:
-        """Events at the end of the text, which is one item of text or a call at least."""
+        """Return the events at the end of the text; an answer has at least one text or call."""
         rest = self._told(self._said("", last=True))
         if self._under_way in ("", "thought"):
             rest += [*(self._closed() if self._under_way else ()), *self._opened("")]
         return [*rest, *self._closed(done), *self._last(done)]
 
     def _told(self, said: Sequence[Shown]) -> Events:
-        """Events for thoughts, texts and calls."""
+        """Return the events for thoughts, texts and calls."""
         events = Events()
         for part in said:
             kind = "text" if isinstance(part, str) else "thought" if isinstance(part, Thought) else "call"
@@ -191,23 +191,23 @@ class ItemizedAnswer(Answer):
 
     @abstractmethod
     def _opened(self, part: Shown) -> Events:
-        """Events of an item that begins with a thought or a text, or is a call."""
+        """Return the events that begin an item: a thought, a text or a call."""
 
     @abstractmethod
     def _added(self, part: Shown) -> dict[str, Any]:
-        """The event of what a thought or a text goes on with, or of what a call is given."""
+        """Return the event that extends a thought, a text or the arguments of a call."""
 
     @abstractmethod
     def _closed(self, done: Completion | None = None) -> Events:
-        """Events at the end of the item under way, with which the whole text may be done."""
+        """Return the events that end the current item."""
 
     @abstractmethod
     def _last(self, done: Completion) -> Events:
-        """Events after all items."""
+        """Return the events after all items."""
 
 
 class LlamaAnswer(Answer):
-    """Bodies of one answer of `/infill` or `/completion`."""
+    """An answer of `/infill` or `/completion`."""
 
     tells_superseded = True
 
@@ -220,7 +220,7 @@ class LlamaAnswer(Answer):
         self._slot = request.id_slot if request.id_slot is not None else -1
 
     def whole(self, finished: Sequence[Completion], *, streamed: bool = False) -> dict[str, Any]:
-        """The answer, or the last event of its stream."""
+        """Return the body, or the last event of the stream."""
         (done,) = finished
         body = {
             "index": 0,
@@ -244,7 +244,7 @@ class LlamaAnswer(Answer):
         return project(body, self._request.response_fields)
 
     def _settings(self) -> dict[str, Any]:
-        """The settings that the completion ran with; the editors' status bars need `n_ctx`."""
+        """Return the settings of the completion; status bars of editors need `n_ctx`."""
         request = self._request
         return {
             "n_ctx": self._n_ctx,
@@ -263,27 +263,27 @@ class LlamaAnswer(Answer):
         }
 
     def delta(self, delta: Delta, index: int) -> Events:
-        """Events for what one pass made certain."""
+        """Return the events for the new text of one pass."""
         tokens = list(delta.token_ids) if self._request.return_tokens else []
         text = self._written(delta.text)
         return [{"index": index, "content": text, "tokens": tokens, "stop": False, "id_slot": self._slot}]
 
     def end(self, done: Completion, index: int) -> Events:
-        """Events at the end of a text."""
+        """Return the events at the end of a text."""
         return [self.whole([done], streamed=True)]
 
 
 class OpenAIAnswer(Answer):
-    """The bodies of one OpenAI answer, streamed or whole; they share an id.
+    """An answer of OpenAI's dialect; all its bodies or events have one id.
 
     Parameters
     ----------
     service, request, prepared
-        The model, and what is answered.
+        The model, the request and its tasks.
     chat
-        Whether it is a chat's.
+        Whether it answers a chat.
     echoed
-        What stands in front of the texts, by prompt.
+        Text before the answers of each prompt.
     """
 
     closing = b"data: [DONE]\n\n"
@@ -309,7 +309,7 @@ class OpenAIAnswer(Answer):
         }
 
     def whole(self, finished: Sequence[Completion]) -> dict[str, Any]:
-        """The answer without streaming."""
+        """Return the body of an answer that is not streamed."""
         choices = []
         for index, done in enumerate(finished):
             thought, text, calls = self._spoken(done, index)
@@ -328,7 +328,7 @@ class OpenAIAnswer(Answer):
         return project(answer, self._fields)
 
     def _log_probabilities(self, noted: Sequence[TokenLogProb], index: int) -> dict[str, Any] | None:
-        """What was noted of further tokens of a choice."""
+        """Return the log-probabilities of further tokens of a choice."""
         if self._logprobs is None:
             return None
         if self._chat:
@@ -341,18 +341,18 @@ class OpenAIAnswer(Answer):
         return {**self._head, **({"object": "chat.completion.chunk"} if self._chat else {}), **fields}
 
     def _chunk(self, part: dict[str, Any], index: int, **fields: Any) -> dict[str, Any]:
-        """One event about a choice."""
+        """Return one event of a choice."""
         choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None, **fields}
         return self._event(choices=[choice | ({"delta": part} if self._chat else part)])
 
     def begin(self, index: int) -> Events:
-        """Events before any text."""
+        """Return the events before any text."""
         if self._chat:
             return [self._chunk({"role": "assistant", "content": self._begins_with}, index)]
         return [self._chunk({"text": self._echoed[index]}, index)] if self._echoed[index] else []
 
     def delta(self, delta: Delta, index: int) -> Events:
-        """Events for what one pass made certain."""
+        """Return the events for the new text of one pass."""
         chunks = self._chunks(delta.text, index)
         if self._logprobs is not None and delta.logprobs:
             chunks = chunks or [self._chunk({"content": ""} if self._chat else {"text": ""}, index)]
@@ -360,7 +360,7 @@ class OpenAIAnswer(Answer):
         return chunks
 
     def _chunks(self, text: str, index: int, *, last: bool = False) -> Events:
-        """Events for thoughts, texts and calls: of a call its name first, then its arguments."""
+        """Return the events for thoughts, texts and calls; a call has one for its name, then one for its arguments."""
         first, parts = self._calls[index], list[dict[str, Any]]()
         for said in self._said(text, index, last=last):
             if isinstance(said, str):
@@ -375,14 +375,14 @@ class OpenAIAnswer(Answer):
         return [self._chunk(part, index) for part in parts]
 
     def end(self, done: Completion, index: int) -> Events:
-        """Events at the end of a text: the reason stands on a chunk before ``[DONE]``, where some clients stop."""
+        """Return the events at the end; the reason is in a chunk before ``[DONE]``, where some clients stop reading."""
         rest = self._chunks("", index, last=True)
         reason = finish_reason(done, called=self._calls[index] > 0)
         last = self._chunk({} if self._chat else {"text": ""}, index, finish_reason=reason)
         return [*rest, {**last, **({"deadline": True} if done.deadline_hit else {})}]
 
     def close(self, finished: Sequence[Completion]) -> Events:
-        """Events at the end of a stream."""
+        """Return the events at the end of a stream."""
         if not (self._include_usage and finished):
             return []
         counts = usage(finished, self._predicted, self._samples)
@@ -390,7 +390,7 @@ class OpenAIAnswer(Answer):
 
 
 def usage(finished: Sequence[Completion], predicted: int, samples: int = 1) -> dict[str, Any]:
-    """Token counts, each prompt once; of a prediction, what was accepted and what was not."""
+    """Count tokens, each prompt once, and how many tokens of a prediction were accepted and rejected."""
     prompt = sum(done.prompt_tokens for done in finished[::samples])
     completion = sum(done.predicted for done in finished)
     accepted = sum(done.report.accepted_by_source.get("prediction", 0) for done in finished) if predicted else 0

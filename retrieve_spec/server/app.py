@@ -1,4 +1,4 @@
-"""The HTTP application of a server: its routes, and those about the server itself."""
+"""The HTTP application: its routes, and the handlers about the server itself."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from retrieve_spec.server.guard import BoundedRoute, Counted, Guard, Refusal, er
 from retrieve_spec.server.models import DEFAULT, Known, Meant, Models
 
 _HEADERS = ("authorization", "content-type", "x-api-key", "x-client-id")
-"""What a page of an allowed origin may send."""
+"""Headers that pages of allowed origins may send."""
 _MOST_CHARS = 2 << 20
-"""Characters of a text to encode, a few seconds of a core."""
+"""The longest text to encode, in characters (some seconds of one core)."""
 
 router = APIRouter(route_class=BoundedRoute)
 
 
 def create_app(models: Models, *, keys: Sequence[bytes] = ()) -> FastAPI:
-    """The ASGI application of a server's models, the first of which is loaded when it starts."""
+    """Return the ASGI application for a server's models; its start loads the first of them."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -81,13 +81,13 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inl
 
 @router.get("/", response_class=HTMLResponse)
 async def page() -> Response:
-    """A page for browsers: what runs, how to connect to it, and live figures."""
+    """A page for browsers: running models, how to connect a client, live figures."""
     return HTMLResponse(_PAGE.read_text("utf-8"), headers={"Content-Security-Policy": _POLICY})
 
 
 @router.post("/tokenize", responses=errors(400, 408, 413, 503))
 async def tokenize(body: schemas.TokenizeRequest, service: Meant) -> Response:
-    """Text as token ids."""
+    """Tokenize a text."""
     codec = service.codec
     if len(body.content) > _MOST_CHARS:
         raise Refusal(400, f"{len(body.content)} characters; at most {_MOST_CHARS} are encoded at once")
@@ -106,7 +106,7 @@ async def tokenize(body: schemas.TokenizeRequest, service: Meant) -> Response:
 
 @router.post("/detokenize", responses=errors(400, 408, 413, 503))
 async def detokenize(body: schemas.DetokenizeRequest, service: Meant) -> Response:
-    """Token ids as text."""
+    """Convert token ids to text."""
     if any(i >= service.backend_vocabulary for i in body.tokens):
         raise Refusal(400, f"token ids must be below {service.backend_vocabulary}")
     return await asyncio.to_thread(lambda: JSONResponse({"content": service.codec.decode(body.tokens)}))
@@ -114,7 +114,7 @@ async def detokenize(body: schemas.DetokenizeRequest, service: Meant) -> Respons
 
 @router.post("/apply-template", responses=errors(400, 408, 413, 503))
 async def template(body: schemas.TemplateRequest, request: Request, service: Meant) -> Response:
-    """The prompt of a conversation."""
+    """Render a conversation as a prompt."""
     prompt = await asyncio.to_thread(service.prompts.chat, body)
     told = completions.left_out_header(request, body.left_out)
     return JSONResponse({"prompt": service.codec.decode(prompt.token_ids)}, headers=told)
@@ -123,13 +123,13 @@ async def template(body: schemas.TemplateRequest, request: Request, service: Mea
 @router.get("/v1/models")
 @router.get("/models", include_in_schema=False)
 async def listed(models: Known) -> Response:
-    """All models, whether they are loaded, and the aliases under which Continue sends predictions."""
+    """List all models with their status, and the aliases under which Continue sends predictions."""
     return JSONResponse({"object": "list", "data": list(models.entries().values())})
 
 
 @router.get("/v1/models/{name:path}", responses=errors(404))
 async def model(name: str, models: Known) -> Response:
-    """One of these, by its name, which may have slashes."""
+    """Describe one model; its name may contain slashes."""
     entries = models.entries()
     found = entries.get(models.first if name == DEFAULT else name)
     if found is None:
@@ -140,7 +140,7 @@ async def model(name: str, models: Known) -> Response:
 @router.get("/health")
 @router.get("/v1/health", include_in_schema=False)
 async def health(models: Known) -> Response:
-    """That the server runs, what the first model drafts from, and which are loaded where there are several."""
+    """Report that the server runs, what the first model drafts from, and the status of each model."""
     states = {name: model.state for name, model in models.models.items()}
     service = models.models[models.first].service
     said = {"status": "ok", "model": models.first} if service is None else service.state()
@@ -149,7 +149,7 @@ async def health(models: Known) -> Response:
 
 @router.get("/props")
 async def props(service: Meant) -> Response:
-    """Context length and defaults."""
+    """Return the context length and default settings."""
     settings = {"n_ctx": service.backend.n_ctx, "params": {"n_predict": -1, "temperature": 0.0}}
     body = {
         "default_generation_settings": settings,
@@ -165,18 +165,18 @@ async def props(service: Meant) -> Response:
 
 @router.get("/v1/workspace")
 async def kept(request: Request, models: Known) -> Response:
-    """What there is to forget of this user."""
+    """List what is kept for the key of this request."""
     return JSONResponse(await asyncio.to_thread(models.of_all, lambda service: service.kept(scope_of(request))))
 
 
 @router.delete("/v1/workspace", responses=errors(500))
 async def forget(request: Request, models: Known) -> Response:
-    """Drop everything that is kept of this user, and of the workspace if it is theirs."""
+    """Delete everything that is kept for the key of this request, and the workspace if no keys share it."""
     gone = await asyncio.to_thread(models.of_all, lambda service: service.forget(scope_of(request)))
     return JSONResponse({"forgotten": True, "kept": gone})
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(models: Known) -> Response:
-    """Prometheus metrics."""
+    """Export metrics for Prometheus."""
     return models.metrics.exposed()

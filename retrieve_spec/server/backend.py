@@ -1,7 +1,6 @@
-"""A Hugging Face causal language model behind the server's door: every text is a sequence of the model's one engine.
+"""The model as the server uses it: every text is a sequence of the model's one engine.
 
-Its caches serve the scope that filled them and no other: how much of a prompt is cached would tell what somebody else
-sent.
+A cache is reused within its scope only, because the number of cached tokens would reveal another user's prompts.
 """
 
 from __future__ import annotations
@@ -42,29 +41,29 @@ from retrieve_spec.server.sampling import (
 
 _MEASURED = 256
 _PIECE = 20
-"""Tokens of a prompt that are read beside others' while it is tried out what requests need."""
+"""Tokens of a prompt that is read beside others, while requests of every kind are tried."""
 _WARM_TOKENS = 4
 _NOBODY = "\0"
-"""A scope that is no user's."""
+"""A scope of no user."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftHints:
-    """What to draft a completion from, besides the prompt and the stores.
+    """Sources of drafts for one completion, besides the prompt and the stores.
 
     Attributes
     ----------
     enabled
-        False decodes plainly.
+        False turns drafting off.
     prediction
         Tokens expected to come next.
     context
-        What the drafter reads instead of the prompt: texts to draft from, the most relevant last, then the text in
-        front of the completion. Empty: the prompt.
+        Tokens that the drafter reads instead of the prompt: texts to draft from, the most relevant last, then the
+        text before the completion. Empty: the prompt.
     session
-        A `retrieve_spec.sources.session.SessionMemory` to draft from and to add the completion to, None for none.
+        A `retrieve_spec.sources.session.SessionMemory` to draft from, to which the completion is added, or None.
     scope
-        Whose text this is: what the model said to somebody else is not drafted from.
+        The user; answers to other users are not drafted from.
     """
 
     enabled: bool = True
@@ -85,33 +84,33 @@ class DraftHints:
 
 
 class SharedText:
-    """A text that shares passes of the engine with others."""
+    """A text that shares the engine's passes with others."""
 
     def __init__(self, sequence: Decoded, speculation: Speculation) -> None:
         self.sequence, self._speculation = sequence, speculation
 
     @property
     def turn(self) -> Turn:
-        """What the scheduler knows of it."""
+        """Its record in the scheduler."""
         return self.sequence.turn
 
     @property
     def has_news(self) -> bool:
-        """Whether a pass has included it since the last `take`, or it has ended."""
+        """Whether a pass included it, or it ended, since the last `take`."""
         return self.sequence.has_news
 
     @property
     def unread(self) -> int:
-        """Tokens of the prompt that are still to be read."""
+        """Number of prompt tokens still to be read."""
         return len(self.sequence.unread)
 
     @property
     def over(self) -> bool:
-        """Whether no pass takes it along any more."""
+        """Whether it has ended."""
         return self.sequence.ended
 
     def take(self) -> list[int]:
-        """Tokens that were accepted since the last call; raises what the text failed with."""
+        """Return the tokens accepted since the last call, or raise the text's error."""
         taken: list[int] = []
         while self.sequence.reader.has_pieces:
             taken += self.sequence.reader.take().tolist()
@@ -121,28 +120,28 @@ class SharedText:
 
     @property
     def noted(self) -> list[TokenLogProb]:
-        """Log-probabilities of all tokens, where they were asked for."""
+        """Log-probabilities of all tokens; empty unless requested."""
         sampler = self.sequence.sampler
         return sampler.noted if isinstance(sampler, TopLogProbSampler) else []
 
     def copy_cache(self) -> Any:
-        """A copy of its cache as it is between two passes, or None."""
+        """Return a copy of its cache as of the last pass, or None."""
         verifier = self.sequence.verifier
         return verifier.copy_rows() if isinstance(verifier, CopiesRows) and not self.over else None
 
     @property
     def report(self) -> GenerationReport:
-        """What it has cost so far."""
+        """Passes, drafts and times so far."""
         return self.sequence.report
 
     def close(self) -> None:
-        """End the text and hand its cache back."""
+        """End the text and return its cache."""
         self._speculation.engine.leave(self.sequence)
         self._speculation.ended(self.sequence)
 
 
 class LoneText:
-    """A text that the model's original `generate` decodes, all in one step."""
+    """A text that the model's original `generate` decodes in one step."""
 
     unread = 0
 
@@ -158,7 +157,7 @@ class LoneText:
         return self.over
 
     def step(self) -> None:
-        """Decode all of it; what it fails with is its own, as others are in the same pass."""
+        """Decode all of it; an error is kept for `take`, because other texts share the step."""
         try:
             for run in self._stream:
                 self._taken += run.token_ids.tolist()
@@ -167,18 +166,18 @@ class LoneText:
         self.over = True
 
     def take(self) -> list[int]:
-        """Tokens that were accepted since the last call; raises what the text failed with."""
+        """Return the tokens accepted since the last call, or raise the text's error."""
         if self._error is not None:
             raise self._error
         taken, self._taken = self._taken, []
         return taken
 
     def copy_cache(self) -> Any:
-        """None."""
+        """Return None: its cache is not accessible."""
 
     @property
     def report(self) -> GenerationReport:
-        """What it has cost so far."""
+        """Passes, drafts and times so far."""
         return self._stream.report or GenerationReport()
 
     def close(self) -> None:
@@ -190,7 +189,7 @@ Text = SharedText | LoneText
 
 
 class Backend:
-    """An accelerated model behind the engine's door; of its positions ``ctx_size`` are used at most, 0 for all."""
+    """An accelerated model, its caches and limits; ``ctx_size`` limits the positions that are used (0: all)."""
 
     heals = True
 
@@ -206,20 +205,20 @@ class Backend:
             self.n_ctx = min(self.n_ctx, ctx_size)
 
     def guide(self, infill: Any, grammars: Grammars, beginnings: Beginnings) -> None:
-        """Give what makes logits processors: of ``infill`` samplers, of grammars, of texts that were begun."""
+        """Set what makes logits processors: for ``infill`` samplers, grammars and begun words."""
         self._infill, self._grammars = infill, grammars
         self._beginnings = beginnings if beginnings.possible else None  # nothing is begun then, to warm up neither
 
     def new_cache(self) -> Any:
-        """An empty key-value cache."""
+        """Return an empty key-value cache."""
         return DynamicCache(config=self.model.config)
 
     def cache_length(self, cache: Any) -> int:
-        """Tokens whose keys and values a cache holds."""
+        """Return the number of tokens in a cache."""
         return int(cache.get_seq_length())
 
     def crop(self, cache: Any, keep: int) -> bool:
-        """Keep the first tokens of a cache; False if this kind of cache cannot be cut."""
+        """Keep the first tokens of a cache; return False if this kind of cache cannot be cut."""
         surplus = self.cache_length(cache) - keep
         if surplus <= 0:
             return surplus == 0
@@ -229,11 +228,11 @@ class Backend:
         return True
 
     def clone(self, cache: Any) -> Any:
-        """A copy of a cache."""
+        """Return a copy of a cache."""
         return copy.deepcopy(cache)
 
     def cache_bytes(self, cache: Any) -> int:
-        """Bytes that a cache takes, states of recurrent layers and what its tensors are views of included."""
+        """Return the bytes of a cache, with recurrent states and the storage behind views."""
         held: dict[int, int] = {}
         for layer in cache.layers:
             kept = [part.values() if isinstance(part, dict) else [part] for part in vars(layer).values()]
@@ -244,7 +243,7 @@ class Backend:
         return sum(held.values())
 
     def measure(self) -> float:
-        """Seconds that a token of a prompt takes to read, measured after as many tokens."""
+        """Measure the seconds per token of reading a prompt."""
         ids, cache = self._some_ids(), self.new_cache()
         count = len(ids)
         self._read(cache, ids)
@@ -253,7 +252,7 @@ class Backend:
         return (perf_counter() - begun) / count
 
     def warm_up(self, end_ids: frozenset[int]) -> None:
-        """Answer requests of every kind, several at once, so that no client's is the first that needs some kernel."""
+        """Answer requests of every kind, several at once, so that no client waits for a kernel to compile."""
         ids, cache = self._some_ids(), self.new_cache()
         self._read(cache, ids)
         for more in (ids[:1], ids[:_PIECE]):
@@ -274,7 +273,7 @@ class Backend:
         self.forget(_NOBODY)
 
     def _some_ids(self) -> list[int]:
-        """A prompt that says nothing."""
+        """Return an arbitrary prompt."""
         count = max(1, min(_MEASURED, self.n_ctx // 4))
         return [1 + number % max(1, len(self.tokenizer) - 1) for number in range(count)]
 
@@ -289,7 +288,7 @@ class Backend:
         self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,
         hints: DraftHints, turn: Turn | None = None,
     ) -> Text:  # fmt: skip
-        """Return a text that continues a prompt, whose proper beginning the cache holds; no pass is run yet."""
+        """Return a text that continues a prompt; the cache contains a proper prefix of it. No pass is run yet."""
         turn = turn or Turn()
         ids = torch.tensor([list(prompt_ids)], dtype=torch.long, device=self.model.device)
         arguments: dict[str, Any] = {
@@ -315,7 +314,7 @@ class Backend:
         return SharedText(sequence, self.model.speculation)
 
     def _guides(self, sampling: Sampling, prompt: int) -> list[Any]:
-        """The logits processors that a request asks for, for a prompt of so many tokens."""
+        """Return the logits processors of a request whose prompt has that many tokens."""
         guides: list[Any] = []
         if sampling.presence or sampling.frequency:
             guides.append(PenaltyProcessor(sampling.presence, sampling.frequency, prompt))
@@ -335,7 +334,7 @@ class Backend:
         return engine
 
     def step(self, texts: Sequence[Text]) -> None:
-        """One pass over those of the lowest rank of texts that are not over."""
+        """Run one pass over the texts of the lowest rank."""
         texts = of_lowest_rank(texts)
         if shared := [text.sequence for text in texts if isinstance(text, SharedText)]:
             self._engine.advance(shared)
@@ -344,31 +343,41 @@ class Backend:
                 text.step()
 
     def schedule_with(self, scheduler: Scheduler) -> None:
-        """Let a scheduler decide what the model's passes include."""
+        """Set the scheduler of the engine."""
         self._engine.scheduler = scheduler
 
     def forget(self, scope: str) -> None:
-        """Drop what was learned from the text of a scope, and all phrases: whose they are is not kept."""
+        """Drop what was learned from texts of a scope, and all phrases, which are not kept by scope."""
         self.model.speculation.drafters.forget(scope)
 
 
 def can_cut(cache: Any) -> bool:
-    """Whether the end of a cache can be taken away; windowed and recurrent layers forget what a cut would need."""
+    """Whether a cache can be cut; windowed and recurrent layers cannot restore an earlier state."""
     return all(type(layer).__name__ == "DynamicLayer" for layer in getattr(cache, "layers", ()))
 
 
 COPY_FROM = 64
-"""A shared beginning of at least so many tokens is copied rather than read again."""
+"""The shortest common prefix, in tokens, that is copied instead of read again."""
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One cache, the (n,) int64 tokens whose keys and values it holds, and whose they are.
+    """A cache, the (n,) int64 tokens in it, and the scope that it belongs to.
 
-    While a slot is `held` by a task under way nobody else works on it, and what it holds may only be `copied`, if at
-    all; one that was `dropped` is not kept any longer than that. `continuation` is what the cache held after the prompt
-    that it was taken for: said there before, or part of a longer prompt. One that is `settled` is what later prompts
-    are likely to go on from, and is copied for each.
+    Attributes
+    ----------
+    used, size
+        Tick of its last use, and bytes.
+    held
+        Whether a running task uses it; then others can at most copy it, by `copied`.
+    dropped
+        Whether it is deleted as soon as it is not held.
+    copied
+        Returns a copy of a held cache.
+    continuation
+        Tokens after the prompt that it was taken for: an earlier answer, or the rest of a longer prompt.
+    settled
+        Whether later prompts are likely to continue it; it is copied for each of them.
     """
 
     cache: Any
@@ -384,7 +393,7 @@ class Slot:
 
 
 def common_prefix(a: ArrayLike, b: ArrayLike) -> int:
-    """Length of the longest common prefix of two token sequences."""
+    """Return the length of the longest common prefix of two token sequences."""
     a, b = np.asarray(a, np.int64), np.asarray(b, np.int64)
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
@@ -392,7 +401,7 @@ def common_prefix(a: ArrayLike, b: ArrayLike) -> int:
 
 
 class SlotPool:
-    """A fixed number of caches besides those that are worked on, reused by longest common prefix."""
+    """A fixed number of idle caches, reused by longest common prefix."""
 
     def __init__(self, backend: Backend, size: int, most_bytes: int = 2 << 30) -> None:
         self._backend = backend
@@ -401,7 +410,7 @@ class SlotPool:
         self._ticks = 0
 
     def take(self, prompt_ids: Sequence[int], scope: str = "", *, reuse: bool = True) -> tuple[Slot, int]:
-        """Hold a cache with the beginning of a prompt in it; how many tokens of it (at most all but the last)."""
+        """Take a cache with a prefix of the prompt; return it and the prefix's length (less than the prompt's)."""
         self._ticks += 1
         prompt = np.asarray(prompt_ids, np.int64)
         best, shared = None, 0
@@ -441,14 +450,14 @@ class SlotPool:
         return slot
 
     def settle(self, slot: Slot, token_ids: Sequence[int]) -> None:
-        """Keep a copy of a cache as it is now, which holds these tokens."""
+        """Keep a copy of a cache in its current state, with the tokens in it."""
         twin = self._fresh(self._backend.clone(slot.cache), slot.scope)
         twin.token_ids, twin.size = np.asarray(token_ids, np.int64), self._backend.cache_bytes(twin.cache)
         twin.used, twin.held, twin.settled = self._ticks, False, True
         self._shrink()
 
     def _shrink(self) -> None:
-        """Let go of what is too much: of the scope that keeps most caches the one that was used longest ago."""
+        """Drop caches beyond the limits: the least recently used one of the scope with most caches."""
         while free := [slot for slot in self._slots if not slot.held]:
             if len(free) <= self._size and sum(slot.size for slot in free) <= self._most_bytes:
                 return
@@ -457,7 +466,7 @@ class SlotPool:
             self.drop(min((slot for slot in free if kept[slot.scope] == most), key=lambda slot: slot.used))
 
     def release(self, slot: Slot, token_ids: Sequence[int] | None) -> None:
-        """Give a cache back that holds a prefix of these tokens, as long as it is; None: it is not to be kept."""
+        """Return a cache that contains a prefix of the tokens (of its length); None: do not keep it."""
         slot.held, slot.copied = False, None
         length, most = (0, 0) if token_ids is None else (self._backend.cache_length(slot.cache), len(token_ids))
         if token_ids is None or slot.dropped or (length > most and not self._backend.crop(slot.cache, most)):
@@ -468,24 +477,24 @@ class SlotPool:
         self._shrink()
 
     def drop(self, slot: Slot) -> None:
-        """Forget a cache, at the latest when it is given back."""
+        """Drop a cache, or mark it to be dropped when it is returned."""
         slot.dropped = True
         slot.token_ids = slot.token_ids[:0]
         if not slot.held:
             self._slots = [other for other in self._slots if other is not slot]
 
     def forget(self, scope: str) -> int:
-        """Forget all caches of a scope; how many there were."""
+        """Drop all caches of a scope; return their number."""
         mine = [slot for slot in self._slots if slot.scope == scope and not slot.dropped]
         for slot in mine:
             self.drop(slot)
         return len(mine)
 
     def count(self, scope: str) -> int:
-        """Caches kept of a scope."""
+        """Return the number of caches kept for a scope."""
         return sum(slot.scope == scope and not slot.dropped for slot in self._slots)
 
     def clear(self) -> None:
-        """Forget all caches."""
+        """Drop all caches."""
         for slot in list(self._slots):
             self.drop(slot)

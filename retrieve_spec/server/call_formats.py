@@ -1,4 +1,4 @@
-"""How models write calls of tools: one table of the formats of families."""
+"""How models write tool calls: one table of the formats of model families."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """How arguments are written that are no JSON: each in tags, as it is where it is a string. Ends of lines may lack.
+    """Arguments that are not JSON: each is between tags, and strings are unquoted. Line ends are optional.
 
     Attributes
     ----------
     head, key
-        What stands in front of all arguments, and of the value of one; `{}` is the function's name, and the argument's,
-        `*` whether its value is text (`true` or `false`).
+        Text before all arguments, and before each value; `{}` is the name of the function, or of the argument, and `*`
+        whether the value is a string (`true` or `false`).
     value_close
-        What a value ends with.
+        End of a value.
     end
-        What stands after all arguments.
+        Text after all arguments.
     """
 
     head: str
@@ -34,37 +34,37 @@ class ToolFormat:
     Attributes
     ----------
     name
-        What `serve --tool-format` takes.
+        Value of `serve --tool-format`.
     tells
-        What stands, all of it, in the chat templates of these models, and of none of those below it in `FORMATS`.
+        Texts that chat templates of these models all contain, and templates of formats below it in `FORMATS` do not.
     opens
-        What a call begins with.
+        Beginning of a call.
     lead
-        What stands between that and a function's name, where the name is apart from the arguments.
+        Text between `opens` and a function's name, if the name is apart from the arguments.
     named
-        What stands between a function's name and its arguments; "" where one JSON object has both, or nothing does.
+        Text between a function's name and its arguments; "" if one JSON object has both, or for none.
     close
-        What a call ends with.
+        End of a call.
     arguments, function
-        What the arguments, and the function, are called in that object.
+        Keys of the arguments and of the function in that object.
     bare
-        The first call may begin without anything in front, and others after a semicolon.
+        Whether the first call may begin without `opens`, and others after a semicolon.
     single
-        A turn ends with its call.
+        Whether a turn ends after its call.
     listed
-        All calls stand in one JSON list.
+        Whether all calls are one JSON list.
     tags
-        What stands between `opens` and `close` where arguments are no JSON.
+        Form of arguments that are not JSON.
     quote
-        What encloses texts in arguments that are otherwise JSON without quotes around keys.
+        Mark around strings in arguments that are otherwise JSON with unquoted keys.
     python
-        The calls are a list in Python's syntax, with arguments by name.
+        Whether the calls are a list in Python's syntax, with arguments by name.
     section, section_end
-        What stands in front of the first of several calls, and after the last.
+        Text before the first call of a turn, and after the last.
     also
-        An expression for other beginnings of a call that models write.
+        Regular expression for other beginnings of a call that models write.
     between, written
-        An expression for what may stand in front of `named`, and such a text.
+        Regular expression for text that may precede `named`, and an example of it.
     """
 
     name: str
@@ -89,7 +89,7 @@ class ToolFormat:
 
     @property
     def names_apart(self) -> bool:
-        """Whether the function's name stands in front of the arguments."""
+        """Whether the function's name precedes the arguments."""
         return bool(self.lead or self.named)
 
 
@@ -98,7 +98,7 @@ _PYTHON_LIST = "[func_name1(params_name1="
 """How Llama's own instructions describe calls in Python's syntax."""
 
 HERMES = ToolFormat("hermes", ("<tool_call>",), "<tool_call>", close="</tool_call>")
-"""Also that of models whose chat template knows of no tools: `with_tools_told` says how they write calls."""
+"""Also used for models whose template has no tools, with the instructions of `with_tools_told`."""
 FORMATS = (
     ToolFormat(
         "kimi", ("<|tool_call_argument_begin|>",), "<|tool_call_begin|>", lead="functions.", between=r":\d+",
@@ -172,7 +172,7 @@ FORMATS = (
 
 @lru_cache(maxsize=8)  # looked for in thousands of characters, several times a request
 def find_tool_format(template: str, name: str | None = None) -> ToolFormat | None:
-    """The format of that name, else the one that a chat template tells of, None for one that is not known."""
+    """Return the format of a name, else the one that a chat template shows, None if unknown."""
     if name:
         return next((fmt for fmt in FORMATS if fmt.name == name), None)
     return next((fmt for fmt in FORMATS if all(tell in template for tell in fmt.tells)), None)

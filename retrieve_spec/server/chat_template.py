@@ -1,4 +1,4 @@
-"""Chat templates: what one takes is found out by rendering a few turns, and conversations are given to it so."""
+"""Chat templates: test conversations show what a template accepts, and conversations are adapted to it."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ _TOOL = {
 }
 
 _VARIABLES = {"add_generation_prompt": True, "functions": ""}
-"""What templates are given; some of the time before there were tools fail without `functions` and `datetime`."""
+"""Variables that templates may need; some written before tools existed fail without `functions` and `datetime`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a template takes.
+    """What a template accepts.
 
     Attributes
     ----------
     system, developer, both
-        Whether it shows turns of that role as such, and one of each in one conversation.
+        Whether it renders turns of that role, and both in one conversation.
     tools, calls
-        Whether it has a place for tools, and shows calls.
+        Whether it renders tools, and calls.
     single_calls
-        Whether it shows one call a turn and no more.
+        Whether it renders at most one call per turn.
     alternates
-        Whether user and assistant must take turns.
+        Whether user and assistant must alternate.
     short_ids
-        Whether ids of calls must have nine letters and digits.
+        Whether call ids must have nine letters and digits.
     text_arguments
-        Whether arguments of calls must be spelled in JSON.
+        Whether the arguments of calls must be a string of JSON.
     thoughts
-        The tags in which it expects the model to think, where it knows of thoughts in a history.
+        The tags of thoughts, if it handles thoughts in a history.
     """
 
     system: bool = True
@@ -73,7 +73,7 @@ class ChatTemplate:
     Parameters
     ----------
     tokenizer
-        Its template may be exchanged at any time.
+        Its template may be replaced at any time.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -82,16 +82,16 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """The template, of several all; "" without one."""
+        """The template's text (all of several); "" without one."""
         return str(getattr(self._tokenizer, "chat_template", None) or "")
 
     @property
     def traits(self) -> Traits:
-        """What it takes."""
+        """What it accepts, found by rendering test conversations."""
         return self._traits(self.text)
 
     def render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], /, **how: Any) -> str:
-        """Return the prompt of a conversation; calls that the template refuses are told as text.
+        """Return the prompt of a conversation; calls that the template rejects are written as text.
 
         Raises
         ------
@@ -118,7 +118,7 @@ class ChatTemplate:
         return self._rendered(self.shaped(turns, tools), **given)
 
     def opening(self, **how: Any) -> str:
-        """Return what begins the model's turn; "" where none begins."""
+        """Return the text that begins the model's turn; "" if there is none."""
         asked: Turn = {"role": "user", "content": "ask"}
         how = {**how, "continue_final_message": False}
         begun = self._tried_with(asked, **how)
@@ -129,7 +129,7 @@ class ChatTemplate:
         return str(self._tokenizer.apply_chat_template(turns, **given))
 
     def shaped(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Turn]:
-        """Return a conversation as the template takes it; without a place for tools, the system message lists them."""
+        """Return a conversation in the template's form; if that has no tools, the system message lists them."""
         traits = self.traits
         shaped = behind_their_calls(instructed(turns, traits))
         if traits.single_calls:
@@ -143,7 +143,7 @@ class ChatTemplate:
         return [_with_calls(turn, traits) for turn in shaped]
 
     def _tried(self, template: str) -> Traits:
-        """What the template does with a few turns of each kind."""
+        """Render test conversations of each kind."""
         if not template:
             return Traits()
         traits = self._with_calls_taken(Traits(tools=bool(_TOOLS.search(template)) and self._takes_tools()))
@@ -160,14 +160,14 @@ class ChatTemplate:
         )
 
     def _shows(self, *turns: Turn) -> str:
-        """The prompt of some turns; "" where the template refuses them, or leaves out what one says or calls."""
+        """Return the prompt of some turns; "" if the template rejects them or leaves out a text or a call."""
         text = self._tried_with(*turns)
         said = [turn["content"] for turn in turns]
         said += [call["function"]["name"] for turn in turns for call in turn.get("tool_calls", ())]
         return text if all(part in text for part in said) else ""
 
     def _tried_with(self, *turns: Turn, **how: Any) -> str:
-        """The prompt of some turns, with a tool where there is none without; "" where there is none."""
+        """Return the prompt of some turns, with a tool if the template needs one; "" if it rejects them."""
         for tools in ({}, {"tools": [_TOOL]}):
             with suppress(Exception):  # templates raise what they like
                 return self._rendered(turns, **tools, **how)
@@ -178,18 +178,18 @@ class ChatTemplate:
         return self._shows(*first, {"role": "user", "content": "-ask"})
 
     def _takes_tools(self) -> bool:
-        """Whether it shows a question beside a tool; some fail. It is taken that it shows the tool."""
+        """Whether it renders a question beside a tool (some fail); whether the tool is shown is not checked."""
         with suppress(Exception):  # templates raise what they like
             return bool(self._rendered(_called(Traits())[:1], tools=[_TOOL]))
         return False
 
     def _knows_developers(self, *before: str) -> bool:
-        """Whether they are more to it than some role, whose name it writes in front of whatever that says."""
+        """Whether `developer` is a role of its own to it, not just any name written before the text."""
         known = self._takes(*before, "developer")
         return bool(known) and self._takes(*before, "stranger").replace("stranger", "developer") != known
 
     def _knows_thoughts(self, tags: ThoughtTags) -> bool:
-        """Whether it shows what was thought of a call, or takes thoughts out of what was said before."""
+        """Whether it renders the thought before a call, or removes thoughts from earlier answers."""
         asked, called, came = _called(Traits(short_ids=True))
         if "-mused-" in self._tried_with(asked, {**called, "reasoning_content": "-mused-"}, came):
             return True
@@ -197,7 +197,7 @@ class ChatTemplate:
         return "said" in past and "-mused-" not in past
 
     def _with_calls_taken(self, traits: Traits) -> Traits:
-        """Return the traits with the form in which the template takes calls, if it takes them in any."""
+        """Return the traits with the form of calls that the template accepts, if it accepts any."""
         if not traits.tools:
             return traits
         for short_ids, text_arguments in product((False, True), repeat=2):
@@ -208,7 +208,7 @@ class ChatTemplate:
 
 
 def _called(traits: Traits, *names: str) -> list[Turn]:
-    """A question, calls in the form that a template takes, and what came of them."""
+    """Return a question, calls in the form of some traits, and their results."""
     ids = {name: f"{_ID}{number}" for number, name in enumerate(names or ("look-1",))}
     calls = [
         {"id": call_id, "type": "function", "function": {"name": name, "arguments": {"at": "it"}}}
@@ -223,7 +223,7 @@ def _called(traits: Traits, *names: str) -> list[Turn]:
 
 
 def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool with descriptions of itself and of its arguments, without which some templates fail."""
+    """Return a tool with descriptions of itself and of its arguments, which some templates require."""
     function = {"description": "", **tool["function"]}
     given = function.get("parameters") or {}
     properties = {
@@ -234,10 +234,10 @@ def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def instructed(turns: Sequence[Turn], traits: Traits) -> list[Turn]:
-    """Return a conversation with all instructions in its first turn, those of a developer after the system's.
+    """Return a conversation with all instructions in its first turn, a developer's after the system's.
 
-    Templates show a system message that stands elsewhere in its place, nowhere, or refuse it. A developer is the system
-    where a template does not know it.
+    Templates render a later system message in its place, drop it, or reject it. A developer becomes the system if the
+    template does not know that role.
     """
     roles = {turn["role"] for turn in turns}
     own = traits.developer and (traits.both or "system" not in roles)
@@ -253,9 +253,9 @@ def instructed(turns: Sequence[Turn], traits: Traits) -> list[Turn]:
 
 
 def behind_their_calls(turns: Sequence[Turn]) -> list[Turn]:
-    """Return a conversation in which what came of a call follows it; what came of none is told by the user.
+    """Return a conversation in which each call's result follows it; results without a call become user messages.
 
-    Agents that shorten a history leave calls out of it, and templates leave out, or refuse, what came of those.
+    Agents that shorten a history remove calls from it; templates drop, or reject, results without a call.
     """
     blocks, calling = list[list[Turn]](), dict[str, list[Turn]]()
     for turn in turns:
@@ -269,7 +269,7 @@ def behind_their_calls(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def one_by_one(turns: Sequence[Turn]) -> list[Turn]:
-    """Return a conversation in which what came of a call follows it, and no turn makes two."""
+    """Return a conversation with at most one call per turn, each followed by its result."""
     shaped, left = list[Turn](), list(turns)
     while left:
         said = left.pop(0)
@@ -283,7 +283,7 @@ def one_by_one(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def alternating(turns: Sequence[Turn]) -> list[Turn]:
-    """Return a conversation in which user and assistant take turns: those in a row are joined, missing ones empty."""
+    """Return a conversation with alternating roles: consecutive turns are joined, missing ones are empty."""
     shaped = list[Turn]()
     for turn in turns:
         role, before = turn["role"], shaped[-1]["role"] if shaped else "system"
@@ -299,7 +299,7 @@ def alternating(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def plain(turns: Sequence[Turn]) -> list[Turn]:
-    """Return a conversation of roles and texts alone: calls are told as text, and what was thought is left out."""
+    """Return a conversation of roles and texts only: calls are written as text, thoughts are left out."""
     told = list[Turn]()
     for turn in with_tools_told(turns, ()):
         if turn["role"] == "assistant":
@@ -311,7 +311,7 @@ def plain(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _with_calls(turn: Turn, traits: Traits) -> Turn:
-    """A turn with the ids and arguments of its calls in the form that a template takes."""
+    """Return a turn with ids and arguments of its calls in the form that the template accepts."""
     changed = dict(turn)
     if traits.short_ids and "tool_call_id" in turn:
         changed["tool_call_id"] = _short(turn["tool_call_id"])
@@ -330,6 +330,6 @@ def _formed(call: Mapping[str, Any], traits: Traits) -> dict[str, Any]:
 
 
 def _short(call_id: Any) -> str:
-    """An id as templates of Mistral's models take it: the same for a call and what came of it, in every request."""
+    """Return an id as Mistral's templates accept it; equal ids give equal results."""
     known = str(call_id)
     return known if _SHORT_ID.fullmatch(known) else blake2s(known.encode(), digest_size=5).hexdigest()[:9]

@@ -1,4 +1,4 @@
-"""Completions: every dialect's request becomes tasks, and their completions its answer or stream."""
+"""Completion routes: a request of any dialect becomes tasks, and their results become its answer or stream."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ ANSWERS: dict[int | str, Any] = {
     200: {"content": {"text/event-stream": {}}},
     **errors(400, 401, 403, 404, 408, 413, 499, 500, 501, 503),
 }
-"""How the answers of a dialect are described."""
+"""Describes the answers of a dialect in the OpenAPI schema."""
 Write = Callable[[Service, Any, Sequence[PreparedTask]], Answer]
-"""Makes what writes the answer to a request for which tasks have begun."""
+"""Makes the answer object of a request whose tasks have begun."""
 
 router = APIRouter(route_class=BoundedRoute)
 
 
 @router.post("/infill", responses=ANSWERS)
 async def infill(body: schemas.InfillRequest, request: Request, service: Meant) -> Response:
-    """Text between a prefix and a suffix (llama.cpp's dialect)."""
+    """Complete the text between a prefix and a suffix (llama.cpp's dialect)."""
     who = caller(request, body)
     return await respond(service, request, body, lambda: [service.infill(body, who)], LlamaAnswer)
 
@@ -49,14 +49,14 @@ async def infill(body: schemas.InfillRequest, request: Request, service: Meant) 
 @router.post("/completion", responses=ANSWERS)
 @router.post("/completions", include_in_schema=False)
 async def completion(body: schemas.CompletionRequest, request: Request, service: Meant) -> Response:
-    """Text after a prompt (llama.cpp's dialect)."""
+    """Complete a prompt (llama.cpp's dialect)."""
     wanted, who = first(body.n_predict, body.max_tokens, -1), caller(request, body)
     return await respond(service, request, body, lambda: [service.raw(body.prompt, body, who, wanted)], LlamaAnswer)
 
 
 @router.post("/v1/completions", responses=ANSWERS)
 async def completions(body: schemas.OpenAICompletionRequest, request: Request, service: Meant) -> Response:
-    """Text completions (OpenAI's dialect, with `suffix`)."""
+    """Complete prompts (OpenAI's dialect, with `suffix`)."""
     if body.prompt is None:
         raise Refusal(400, '"prompt" is required')
     wanted, who = first(body.max_tokens, body.n_predict, _OPENAI_TOKENS), caller(request, body)
@@ -78,7 +78,7 @@ async def completions(body: schemas.OpenAICompletionRequest, request: Request, s
 
 @router.post("/v1/fim/completions", responses=ANSWERS)
 async def fim(body: schemas.OpenAICompletionRequest, request: Request, service: Meant) -> Response:
-    """Text between a prompt and a suffix, answered like a chat (Mistral's dialect)."""
+    """Complete the text between a prompt and a suffix, answered as a chat (Mistral's dialect)."""
     if not isinstance(body.prompt, str) or body.echo:
         raise Refusal(400, '"prompt" must be a string, and "echo" left out')
     wanted, who = first(body.max_tokens, body.n_predict, _FIM_TOKENS), caller(request, body)
@@ -89,7 +89,7 @@ async def fim(body: schemas.OpenAICompletionRequest, request: Request, service: 
 @router.post("/v1/chat/completions", responses=ANSWERS)
 @router.post("/chat/completions", include_in_schema=False)
 async def chat(body: schemas.ChatRequest, request: Request, service: Meant) -> Response:
-    """Chat completions (OpenAI's dialect), with predicted outputs."""
+    """Complete a chat (OpenAI's dialect), with predicted outputs."""
     return await converse(service, request, body, CHAT)
 
 
@@ -97,7 +97,7 @@ CHAT: Write = partial(OpenAIAnswer, chat=True)
 
 
 async def converse(service: Service, request: Request, body: schemas.ChatRequest, write: Write) -> Response:
-    """What a model says in a conversation, as one of the dialects has it."""
+    """Answer a conversation in one of the dialects."""
     wanted, who = first(body.max_completion_tokens, body.max_tokens, body.n_predict, -1), caller(request, body)
     who = who if who.explicit else replace(who, client=None)
     return await respond(service, request, body, lambda: [service.chat(body, who, wanted)], write)
@@ -110,7 +110,7 @@ async def respond(
     prepare: Callable[[], Sequence[PreparedTask]],
     write: Write,
 ) -> Response:
-    """Answer a request in any dialect: prepare its tasks in a thread, and hand them to the queue."""
+    """Answer a request of any dialect: prepare its tasks in a thread and submit them to the queue."""
     samples = body.n or 1 if isinstance(body, schemas.OpenAIOptions) else 1
     stream = await opened(service, lambda: [one for item in prepare() for one in item.samples(samples)])
     answer = write(service, body, stream.prepared)
@@ -124,11 +124,11 @@ async def respond(
 
 
 _MOST_NAMES = 2000
-"""Characters of the header that names what was left out."""
+"""The longest value of the header that names ignored fields, in characters."""
 
 
 def left_out_header(request: Request, names: Sequence[str]) -> dict[str, str]:
-    """The header, and a line of the log, that names what a request asked for and did not get."""
+    """Return the header that names ignored fields, and log it."""
     if not names:
         return {}
     told = ", ".join(names)[:_MOST_NAMES]
@@ -137,7 +137,7 @@ def left_out_header(request: Request, names: Sequence[str]) -> dict[str, str]:
 
 
 async def _events(service: Service, stream: TaskStream, answer: Answer) -> AsyncGenerator[bytes, None]:
-    """Server-sent events, one for each pass, and comments while there is nothing to say."""
+    """Yield server-sent events, at least one per pass, and comments while nothing is new."""
     finished: dict[int, Completion] = {}
     stream.ping_s = service.config.sse_ping_s or None
     try:
@@ -165,7 +165,7 @@ async def _events(service: Service, stream: TaskStream, answer: Answer) -> Async
 
 
 async def _collect(request: Request, stream: TaskStream) -> list[Completion]:
-    """Completions of some tasks; all are given up when the client goes away."""
+    """Return the completions of some tasks; cancel all of them if the client disconnects."""
     gone = asyncio.ensure_future(_disconnected(request))
     work = asyncio.ensure_future(stream.results())
     try:
@@ -184,7 +184,7 @@ async def _collect(request: Request, stream: TaskStream) -> list[Completion]:
 
 
 def first(*values: int | None) -> int:
-    """The first number that is given."""
+    """Return the first number that is not None."""
     return next(value for value in values if value is not None)
 
 
@@ -197,14 +197,14 @@ _HEADERS = {"Cache-Control": "no-store", "Connection": "keep-alive", "X-Accel-Bu
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events that a generator makes; it is closed at the end, or where the client goes away."""
+    """A response of server-sent events; its generator is closed at the end or when the client disconnects."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str], media_type: str) -> None:
         super().__init__(events, headers={**_HEADERS, **headers}, media_type=media_type)
         self.events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the head and every event."""
+        """Send the headers and every event."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -212,18 +212,18 @@ class EventStream(StreamingResponse):
 
 
 Said = tuple[int, Delta | Completion]
-"""Number of a task, and what came of it."""
+"""Index of a task, and its new delta or completion."""
 
 
 class TaskStream:
-    """Deltas and completions of a request's tasks; each step of the iteration yields all that have come since.
+    """Deltas and completions of a request's tasks; each iteration yields all that are new.
 
     Attributes
     ----------
     ping_s
-        Seconds without news after which it yields an empty list; None for never.
+        Seconds without anything new after which it yields an empty list; None: never.
     prepared
-        The tasks that have begun.
+        The submitted tasks.
     """
 
     ping_s: float | None = None
@@ -234,7 +234,7 @@ class TaskStream:
         self.prepared: list[PreparedTask] = []
 
     def begin(self, service: Service, prepared: PreparedTask) -> None:
-        """Hand a task to the queue."""
+        """Submit a task to the queue."""
         number = len(self.prepared)
 
         def sink(news: Delta | Completion) -> None:
@@ -258,7 +258,7 @@ class TaskStream:
             yield said
 
     async def results(self) -> list[Completion]:
-        """The completions, when all are there."""
+        """Wait for all completions and return them."""
         done = {number: news async for said in self for number, news in said if isinstance(news, Completion)}
         return [done[number] for number in range(len(self.prepared))]
 
@@ -269,12 +269,12 @@ class TaskStream:
 
 
 async def opened(service: Service, prepare: Callable[[], Sequence[PreparedTask]]) -> TaskStream:
-    """Prepare tasks and queue them in a thread, which need not wait for the event loop; return their stream.
+    """Prepare tasks and submit them in a thread, so that the event loop need not wait; return their stream.
 
     Raises
     ------
     Refusal
-        503: the queue takes no more of them; and whatever `prepare` raises.
+        503: the queue is full; and whatever `prepare` raises.
     """
     stream = TaskStream(asyncio.get_running_loop())
 
@@ -296,12 +296,12 @@ async def opened(service: Service, prepare: Callable[[], Sequence[PreparedTask]]
 
 
 def scope_of(request: Request) -> str:
-    """The user who sends a request: their API key, "" without one."""
+    """Return the user of a request: the API key, "" without one."""
     return given_key(request.headers).decode("utf-8", "backslashreplace")
 
 
 def caller(request: Request, body: schemas.Common) -> Caller:
-    """Who sends a request; newer ones replace older ones under what the client says, else under where it sits."""
+    """Return who sent a request: by the client's own id, else by address and place in the document."""
     key, arrived = scope_of(request), request.state.arrived
     user = None if isinstance(body, schemas.ChatRequest) else body.user  # a chat's: whose agents ask at once
     if explicit := request.headers.get("x-client-id") or user:

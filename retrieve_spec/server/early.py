@@ -1,4 +1,4 @@
-"""The address of a server from its first moment: what asks before libraries are imported hears that it loads."""
+"""Answers of a server from its first second: it is loading, before libraries are even imported."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from retrieve_spec.errors import ServeError
 
 _BACKLOG = 128
 _LOOK_S = 0.1
-"""Seconds between two looks at whether it is over."""
+"""Seconds between two checks of whether the thread should end."""
 _HEAD_S, _HEAD_BYTES = 1.0, 64 << 10
-"""Seconds a request's head is waited for, and its bytes at most."""
+"""Limits of a request's head, in seconds and bytes."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; what is sent to it waits until it is served.
+    """Return a listening socket; requests wait until it is served.
 
-    The protocol is named because asyncio sends small answers at once only on such sockets.
+    The protocol is set because asyncio only then disables Nagle's algorithm.
 
     Raises
     ------
     ServeError
-        The address is taken, or is not one of this machine's.
+        The address is in use, or does not belong to this machine.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -44,13 +44,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def loading(stage: str, seconds: float) -> dict[str, Any]:
-    """What a server says that is not ready, as llama.cpp's does, and how far it is."""
+    """Return the answer of a server that is not ready, in llama.cpp's form, with its progress."""
     error = {"code": 503, "message": f"Loading model: {stage}", "type": "unavailable_error"}
     return {"error": error, "status": "loading", "loading": {"stage": stage, "seconds": round(seconds, 1)}}
 
 
 class EarlyListener:
-    """A listening socket whose connections a thread answers with 503 until it is released."""
+    """A listening socket; a thread answers its connections with 503 until it is released."""
 
     def __init__(self, listener: socket.socket) -> None:
         self.socket, self._begun, self._over = listener, monotonic(), Event()
@@ -59,13 +59,13 @@ class EarlyListener:
         self._thread.start()
 
     def release(self) -> socket.socket:
-        """End the thread; the socket is the caller's."""
+        """End the thread; the caller owns the socket from then on."""
         self._over.set()
         self._thread.join()
         return self.socket
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Close the socket."""
         self.release().close()
 
     def _answer(self) -> None:

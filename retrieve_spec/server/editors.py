@@ -1,4 +1,4 @@
-"""Clients of a server: how it is asked, and the settings that make each editor's plug-in ask it."""
+"""Clients of a server, and the settings that connect an editor's plug-in to it."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ _URL = f"http://{ServeConfig().host}:{ServeConfig().port}"
 _KEPT = ".before-retrieve-spec"
 _PLAIN_URL = re.compile(r"[\w.:/@%~+\[\]-]{1,500}")
 _PLAIN_MODEL = re.compile(r"[\w.:/@+ -]{1,200}")
-"""What can stand between quotes in every editor's language without ending them."""
+"""Characters that may stand between quotes in the settings language of every editor."""
 PROBE = ("def fibonacci(n):\n", "    if n < 2:\n        ", "\n")
-"""What the first completion is asked for: text above the cursor, its line, text below."""
+"""The first completion to request: text above the cursor, the cursor's line, text below."""
 
 
 class Remote:
-    """A server elsewhere.
+    """A server at an address.
 
     Parameters
     ----------
     url
-        Its address, as ``http://127.0.0.1:8012``.
+        Its URL, such as ``http://127.0.0.1:8012``.
     key
         An API key, "" for none.
 
     Attributes
     ----------
     options
-        What an `httpx` client needs to ask it; proxies of the environment are not asked.
+        Arguments for an `httpx` client; proxies of the environment are not used.
 
     Raises
     ------
     ServeError
-        The address is none.
+        The URL is invalid.
     """
 
     def __init__(self, url: str, key: str = "") -> None:
@@ -65,7 +65,7 @@ class Remote:
         }
 
     def ask(self, method: str, path: str, body: Any = None, *, timeout: float = 5.0) -> tuple[int, Any]:
-        """Status and body of an answer, None for one that is no JSON; status 0 where nobody answers."""
+        """Return status and JSON body of an answer: None for other bodies, status 0 without an answer."""
         try:
             with httpx.Client(**self.options, timeout=timeout) as client:
                 answer = client.request(method, path, content=None if body is None else json.dumps(body))
@@ -75,7 +75,7 @@ class Remote:
 
 
 def parsed(answer: httpx.Response) -> Any:
-    """The JSON of an answer, None for something else."""
+    """Return the JSON of an answer, None if it is something else."""
     try:
         return answer.json()
     except ValueError:
@@ -83,13 +83,13 @@ def parsed(answer: httpx.Response) -> Any:
 
 
 def reason_of(body: Any) -> str:
-    """What a server says of a request that it refuses, "" for nothing."""
+    """Return the reason that a server gives for refusing a request, "" for none."""
     error = body.get("error") if isinstance(body, dict) else None
     return str(error.get("message", "")) if isinstance(error, dict) else ""
 
 
 def display_name(model_name: str) -> str:
-    """How a model is called in answers: the last part of its path, which some editors choose a prompt format by."""
+    """Return a model's name in answers: the last part of its path, by which some editors choose a prompt format."""
     return "retrieve-spec-qwen2.5-coder-reference" if model_name == "reference" else Path(model_name).name
 
 
@@ -100,11 +100,11 @@ class Editor:
     Attributes
     ----------
     settings
-        Name of the file with its settings.
+        Name of its settings file.
     needs
-        What has to be installed in it, and what is then seen.
+        What to install, and what the user then sees.
     own
-        The settings are a file of their own; otherwise they are merged into a file of JSON.
+        Whether the settings have a file of their own; otherwise they are merged into a JSON file.
     """
 
     settings: str
@@ -112,13 +112,13 @@ class Editor:
     own: bool = True
 
     def text(self, remote: Remote, health: dict[str, Any] | None) -> str:
-        """The settings for a server, which ``health`` describes, None where it does not answer.
+        """Return the settings for a server with this ``health`` (None if it does not answer).
 
         Raises
         ------
         ServeError
-            The address, or the model's name in an editor whose settings hold it, has signs that could end a string:
-            settings are run as a program by some editors, and a server is not to write into it.
+            The URL, or a model's name in the settings, has characters that could end a string. Some editors execute
+            their settings, and a server must not be able to add code.
         """
         if not _PLAIN_URL.fullmatch(remote.url):
             raise ServeError("an address of letters, digits and . : / - only", repr(remote.url), "Check --url.")
@@ -153,7 +153,7 @@ EDITORS = {
 
 
 def settings_file(name: str) -> Path:
-    """Where an editor looks for its settings."""
+    """Return the path where an editor reads its settings."""
     home = Path.home()
     config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
     code = home / "Library" / "Application Support" if sys.platform == "darwin" else config
@@ -168,12 +168,12 @@ def settings_file(name: str) -> Path:
 
 
 def merged(name: str, text: str, path: Path) -> str:
-    """What a settings file will hold, with what stood in it.
+    """Return the new contents of a settings file, with its other settings kept.
 
     Raises
     ------
     ServeError
-        What stands there cannot be kept: it is no plain JSON, or another file than the one this would write.
+        The file's other contents cannot be kept: it is not plain JSON, or another kind of file.
     """
     try:
         old = path.read_text("utf-8")
@@ -205,7 +205,7 @@ def _joined(held: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, text: str) -> Path | None:
-    """Write a settings file; where what stood in it the first time is kept, None if nothing did."""
+    """Write a settings file; return the path of the backup of its first contents, None if it is new."""
     target = path.resolve()  # a link into a folder of dotfiles stays one
     target.parent.mkdir(parents=True, exist_ok=True)
     kept = target.with_name(target.name + _KEPT)
@@ -217,7 +217,7 @@ def write(path: Path, text: str) -> Path | None:
 
 
 def first_completion(remote: Remote) -> tuple[str, float]:
-    """Text at the place of `PROBE`, and the model's milliseconds.
+    """Return the completion at the place of `PROBE`, and the model's milliseconds.
 
     Raises
     ------

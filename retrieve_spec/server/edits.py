@@ -1,4 +1,4 @@
-"""Edit predictions: prompts in which editors mark an excerpt and the cursor, and ask for the excerpt as it will be."""
+"""Edit predictions: editors mark an excerpt and the cursor in the prompt, and ask for the edited excerpt."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _CURSOR = re.compile(r"<\|(?:user_cursor_is_here|user_cursor|cursor)\|>")
 
 @dataclass(frozen=True, slots=True)
 class EditFormat:
-    """How one family of models is asked for an edit.
+    """How one family of models marks the excerpt to edit.
 
     Attributes
     ----------
     opens, close
-        What stands in front of the excerpt, as an expression, and after it.
+        Regular expression for the text before the excerpt, and the text after it.
     begins
-        What an answer has in front of the excerpt.
+        Text before the excerpt in an answer.
     """
 
     opens: re.Pattern[str]
@@ -30,19 +30,19 @@ FORMATS = (
     EditFormat(re.compile(r"^<<<<<<< CURRENT\n", re.MULTILINE), "=======\n"),
     EditFormat(re.compile(r"<\|file_sep\|>current/[^\n]*\n"), "<|file_sep|>updated/"),
 )
-"""Those of Zeta, its second version, and Sweep's next-edit models."""
+"""The formats of Zeta, of its second version, and of Sweep's next-edit models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """An excerpt that is to be edited.
+    """An excerpt to edit.
 
     Attributes
     ----------
     before
-        What stands left of the cursor in it, or all of it.
+        Its text before the cursor, or all of it.
     expected
-        The answer that would leave it as it is.
+        The answer that would leave it unchanged.
     """
 
     before: str
@@ -50,7 +50,7 @@ class Edit:
 
 
 def find_edit(prompt: str) -> Edit | None:
-    """Return the excerpt that a prompt asks to edit; None where it asks for something else."""
+    """Return the excerpt that a prompt asks to edit, or None."""
     for fmt in FORMATS:
         end = prompt.rfind(fmt.close)
         begun = list(fmt.opens.finditer(prompt, 0, end)) if end >= 0 else []

@@ -1,6 +1,6 @@
-"""What every request passes: wrong keys and pages of other origins never reach a handler, the rest is counted.
+"""Checks of every request: keys and origins before any handler runs, limits of bodies, schemas, counters.
 
-Bodies are read within bounds, and are what their schema says, or refused by name.
+Bodies are limited and validated; an error names the wrong field.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _ANTHROPIC = {
     413: "request_too_large",
     503: "overloaded_error",
 }
-"""Kinds of errors as Anthropic calls them."""
+"""Anthropic's names for kinds of errors."""
 UNSUPPORTED = "unsupported_field"
 Schema = TypeVar("Schema", bound=BaseModel)
 PAGE = "/"
 OPEN_PATHS = frozenset({PAGE, "/health", "/v1/health"})
-"""What answers without a key; the page asks for one."""
+"""Paths that need no key; the page asks for one."""
 
 
 class Refusal(HTTPException):
-    """A request that is answered with an error, of a kind as OpenAI names them."""
+    """An error answer, with its kind in OpenAI's terms."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
         headers = {"Retry-After": "1"} if status == 503 else {}
@@ -58,7 +58,7 @@ class Refusal(HTTPException):
         self.kind = kind
 
     def response(self, path: str = "") -> JSONResponse:
-        """The answer, in the dialect of the path that was asked."""
+        """Return the answer in the dialect of a path."""
         return JSONResponse(self._body(path), self.status_code, self.headers)
 
     def _body(self, path: str) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Refusal(HTTPException):
 
 
 class TooLong(Refusal):
-    """A prompt that does not fit, told in the words by which a dialect's clients know that, and shorten it."""
+    """A prompt that does not fit, reported in the words that make a dialect's clients shorten it."""
 
     code = "context_length_exceeded"
 
@@ -82,7 +82,7 @@ class TooLong(Refusal):
             f"This model's maximum context length is {n_ctx} tokens. However, your prompt has {tokens} tokens."
             " Please reduce its length."
         )
-        """OpenAI's words for it."""
+        """OpenAI's message."""
 
     def _body(self, path: str) -> dict[str, Any]:
         body, tokens, n_ctx = super()._body(path), self._tokens, self._n_ctx
@@ -99,7 +99,7 @@ class TooLong(Refusal):
 
 
 async def refused(request: Request, error: Exception) -> Response:
-    """The answer to a request that ended with an error."""
+    """Return the answer to a request that raised an error."""
     if isinstance(error, Refusal):
         return error.response(request.url.path)
     known = error if isinstance(error, HTTPException) else HTTPException(500, "internal error")
@@ -112,7 +112,7 @@ async def refused(request: Request, error: Exception) -> Response:
 
 
 class Problem(BaseModel):
-    """What went wrong; Anthropic's dialect has no code."""
+    """An error; Anthropic's dialect has no code."""
 
     code: int | str | None = None
     message: str
@@ -120,7 +120,7 @@ class Problem(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every error; Anthropic's dialect has a type, Ollama's the message alone."""
+    """The body of every error; Anthropic's dialect has a type, Ollama's only the message."""
 
     error: Problem | str
     type: Literal["error"] | None = None
@@ -141,17 +141,17 @@ _ERRORS = {
 
 
 def errors(*codes: int) -> dict[int | str, Any]:
-    """How the errors of a route are described."""
+    """Describe the errors of a route for the OpenAPI schema."""
     return {code: {"model": ErrorBody, "description": _ERRORS[code]} for code in codes}
 
 
 def checked(schema: type[Schema], fields: Any) -> Schema:
-    """A body as its schema has it.
+    """Validate a body.
 
     Raises
     ------
     Refusal
-        400: it is not right; says what is not.
+        400: it is invalid; the message says what is wrong.
     """
     try:
         return schema.model_validate(fields)
@@ -161,9 +161,9 @@ def checked(schema: type[Schema], fields: Any) -> Schema:
 
 
 def reason(error: ValidationError) -> str:
-    """One sentence that says which field is wrong and what it should be.
+    """Return one sentence that names the wrong field and what it should be.
 
-    Of a field that may be of several types, as far inside it as one of them came.
+    For a field with several types, the location is the deepest that any type reached.
     """
     errors = error.errors(include_url=False, include_input=False)
     said = max((e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]), key=lambda e: len(e["loc"]))
@@ -173,36 +173,36 @@ def reason(error: ValidationError) -> str:
 
 
 def _is_field(part: str) -> bool:
-    """Whether a part of an error's place is a field's name, not that of a type that was tried."""
+    """Whether a part of an error's location is a field's name, not the name of a type that was tried."""
     return part.islower() and part != "str" and "[" not in part
 
 
 _DRAINED = 16 << 20
 _SMALL = 64 << 10
-"""Bytes of a body that is parsed where other requests wait, and held whatever else is; larger ones are not."""
+"""Bytes of a small body: parsed on the event loop, and not counted in the limit of all bodies."""
 
 
 class _BoundedRequest(Request):
-    """A request whose body is read within the bounds of its server, and is JSON whatever its client called it."""
+    """A request with a limited body, which is parsed as JSON whatever its content type."""
 
     schema: type[BaseModel]
     _read = b""
 
     @property
     def headers(self) -> Headers:
-        """The headers, with the type that FastAPI reads."""
+        """The headers, with the content type that FastAPI expects."""
         return Headers(raw=[(b"content-type", b"application/json"), *super().headers.raw])
 
     async def body(self) -> bytes:
-        """The bytes of the body, in bounds of bytes and time; without any it is a blank, which is no JSON.
+        """Read the body within the limits of bytes and time; an empty body is returned as a blank, which is no JSON.
 
-        Of one that is too large a little more is read and dropped, since a client that is still sending when the
-        connection closes never sees the answer.
+        If it is too large, some more of it is read and dropped, because a client that is still sending when the
+        connection closes does not see the answer.
 
         Raises
         ------
         Refusal
-            413: too large; 408: too slow; 503: too much is being read; 499: the client has gone.
+            413: too large; 408: too slow; 503: too many large bodies at once; 499: the client disconnected.
         """
         state, parts = self.app.state, list[bytes]()
         limit, seconds = state.models.config.max_body_bytes, state.models.config.body_s
@@ -234,7 +234,7 @@ class _BoundedRequest(Request):
         return self._read
 
     async def json(self) -> BaseModel:
-        """The body as its schema; a large one is read in a thread."""
+        """Parse and validate the body; a large one in a thread."""
         body = self._checked() if len(self._read) < _SMALL else await asyncio.to_thread(self._checked)
         self.state.model = getattr(body, "model", None)
         return body
@@ -253,12 +253,12 @@ _ESCAPE = re.compile(
 
 
 def _without_surrogates(body: bytes) -> Any:
-    """JSON in which halves of characters, as a client leaves where it cuts a text, are U+FFFD.
+    """Return JSON in which lone surrogates, left by clients that cut a text, are U+FFFD.
 
     Raises
     ------
     Refusal
-        400: it is none even so.
+        400: it is no JSON.
     """
     text = _ESCAPE.sub(lambda found: "\\ufffd" if found[1] else found[0], body.decode("utf-8-sig", "replace"))
     try:
@@ -268,10 +268,10 @@ def _without_surrogates(body: bytes) -> Any:
 
 
 class BoundedRoute(APIRoute):
-    """A route whose body is read within the bounds of the server's configuration."""
+    """A route with the body limits of the server's configuration."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """What answers a request."""
+        """Return the handler of requests."""
         answer, field = super().get_route_handler(), self.body_field
 
         async def read_and_answer(request: Request) -> Response:
@@ -287,12 +287,12 @@ class BoundedRoute(APIRoute):
 
 
 def read_keys(path: Path) -> tuple[bytes, ...]:
-    """API keys of a file, one a line; blank lines and lines that start with # are skipped.
+    """Read API keys from a file, one per line; blank lines and lines that start with # are skipped.
 
     Raises
     ------
     ServeError
-        The file cannot be read or holds no key.
+        The file cannot be read or has no key.
     """
     try:
         lines = path.expanduser().read_text("utf-8").splitlines()
@@ -307,12 +307,12 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
 
 
 def client_key(path: Path | None) -> str:
-    """The key that a client sends: the first of a file, "" without one."""
+    """Return the key that a client sends: the first in a file, "" without one."""
     return read_keys(path)[0].decode() if path is not None else ""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine's own."""
+    """Whether a host name or address belongs to this machine."""
     if host.lower().rstrip(".") in ("localhost", "ip6-localhost"):
         return True
     try:
@@ -322,7 +322,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_binding(host: str, keys: Sequence[bytes]) -> None:
-    """Refuse to serve others without a key.
+    """Require a key if the host can be reached from other machines.
 
     Raises
     ------
@@ -341,14 +341,14 @@ class Guard:
     Parameters
     ----------
     app
-        What it guards.
+        The application behind it.
     keys
-        Accepted API keys; none: no key is asked for, and the Host header must name this machine or one of the allowed
-        hosts, so that a page cannot reach the server under a name of its own (DNS rebinding).
+        Accepted API keys. Without any, requests need no key, and the Host header must name this machine or an allowed
+        host, so that a page cannot reach the server by DNS rebinding.
     config
-        Browser origins that may call, as browsers write them, allowed hosts, and the path under which a proxy has it.
+        Allowed browser origins (as browsers write them), allowed hosts, and the path prefix of a proxy.
     unready
-        Gives what everything but the page is answered with until the server is ready, None from then on.
+        Returns the answer to all requests except the page until the server is ready, then None.
     """
 
     def __init__(
@@ -359,7 +359,7 @@ class Guard:
         self._prefix = "/" + config.path_prefix.strip("/") if config.path_prefix.strip("/") else ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a refused request, pass the others on."""
+        """Answer a refused request; pass all others on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -396,7 +396,7 @@ class Guard:
 
 
 def given_key(headers: Headers) -> bytes:
-    """The key a request carries, empty when none."""
+    """Return the key of a request, empty without one."""
     value = headers.get("authorization", "")
     scheme, _, key = value.partition(" ")
     # headers are bytes that Starlette reads as Latin-1; clients send keys of other characters as UTF-8
@@ -413,7 +413,7 @@ _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.25, 0.375, 0.5, 1.0, 2.
 
 
 class Metrics:
-    """The counters of one server, in a registry of its own; of the requests in its ``queues``, too."""
+    """Counters of one server, in a registry of their own; ``queues`` add the numbers of their requests."""
 
     def __init__(self) -> None:
         self.queues: WeakSet[RequestQueue] = WeakSet()
@@ -457,7 +457,7 @@ class Metrics:
             self._accepted.labels(source).inc(count)
 
     def exposed(self) -> Response:
-        """All of them as Prometheus reads them."""
+        """Return all metrics in Prometheus' text format."""
         return Response(generate_latest(self.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -468,7 +468,7 @@ class Counted:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on; its time is over with the last byte of its answer."""
+        """Pass a request on and measure it until the last byte of its answer."""
         begun, status = perf_counter(), 500
 
         async def note(message: Message) -> None:

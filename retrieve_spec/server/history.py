@@ -1,7 +1,7 @@
-"""Conversations of every dialect as turns that chat templates read.
+"""Conversations of every dialect as the turns that chat templates read.
 
-Nothing that stands in a history is refused: its client sends it again with every request. What has no text becomes a
-named placeholder, or nothing, and its name is noted for the answer's header.
+Nothing in a history is refused, because the client would send it again with every request. Parts without text become a
+placeholder or are dropped, and the answer's header names them.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any
 import pydantic_core
 
 Turn = dict[str, Any]
-"""A message as chat templates read it: a `role`, its `content` as text, and what else it has."""
+"""A message as chat templates read it: `role`, `content` as text, and further keys."""
 Tool = dict[str, Any]
-"""A function that is offered, as chat completions spell it."""
+"""A function that is offered, in the form of chat completions."""
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TEXT_FIELDS = dict.fromkeys(("text", "input_text", "output_text", "summary_text", "reasoning_text"), "text") | {
     "refusal": "refusal"
 }
-"""By kind of a content's part, the field that has its text."""
+"""The field with the text, by kind of content part."""
 _THOUGHTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
 _HOSTED = frozenset(
     {"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_call"}
 )
-"""Calls that OpenAI's servers run themselves: their results are not in the history."""
+"""Calls that OpenAI's servers run themselves; their results are not in the history."""
 _CHANGING_LINE = re.compile(r"\A\s*(x-[\w-]+-header):[^\n]*\n*", re.ASCII | re.IGNORECASE)
-"""A line that agents put in front of their instructions, another with each request: no prompt would begin like the
-one before."""
+"""A line before the instructions that agents change with every request, so that no prompt would share a prefix with
+the one before."""
 
 
 def read_arguments(given: Any) -> dict[str, Any]:
-    """Return what a function was given as an object; what is none stands in it as `input`."""
+    """Return the arguments of a call as an object; anything else is put into one as `input`."""
     if isinstance(given, str):
         with contextlib.suppress(ValueError):
             given = pydantic_core.from_json(given) if given.strip() else {}
@@ -46,7 +46,7 @@ def read_arguments(given: Any) -> dict[str, Any]:
 
 
 def read_content(content: Any, place: str, left_out: list[str]) -> tuple[str, str]:
-    """Return the text of a content, whole or in parts of any dialect, and the thoughts in it."""
+    """Return the text of a content, a string or parts in any dialect, and the thoughts in it."""
     texts, thoughts = [], []
     for part in content if isinstance(content, list) else [] if content is None else [content]:
         if isinstance(part, dict) and _kind_of(part) in _THOUGHTS:
@@ -57,17 +57,17 @@ def read_content(content: Any, place: str, left_out: list[str]) -> tuple[str, st
 
 
 def _kind_of(part: Mapping[str, Any]) -> str:
-    """What a part, or an item, is."""
+    """Return the kind of a content part or an item."""
     return _plain(part.get("type"))
 
 
 def _plain(name: Any) -> str:
-    """A client's name for something, as it may stand in prompts and headers; `text` where it has none."""
+    """Return a client's name for something in a form that is safe in prompts and headers; `text` without one."""
     return re.sub(r"[^\w.-]+", "_", str(name or "text"), flags=re.ASCII)[:64]
 
 
 def _part_text(part: Any, place: str, left_out: list[str]) -> str:
-    """The text of a part; a placeholder for pictures and the like."""
+    """Return the text of a part; for pictures and the like a placeholder."""
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
@@ -87,7 +87,7 @@ def _part_text(part: Any, place: str, left_out: list[str]) -> str:
 
 
 def _thought(part: Mapping[str, Any], place: str, left_out: list[str]) -> str:
-    """The text of a thought; "" where its client has it encrypted."""
+    """Return the text of a thought; "" if it is encrypted."""
     parts = part.get("thinking") or part.get("content") or part.get("summary") or part.get("text")
     if not parts:
         left_out.append(f"{place} ({_kind_of(part)})")
@@ -95,7 +95,7 @@ def _thought(part: Mapping[str, Any], place: str, left_out: list[str]) -> str:
 
 
 def _call(name: Any, given: Any, call_id: Any, place: str) -> dict[str, Any]:
-    """A call as chats have it; without an id of its own it is called by its place."""
+    """Return a call in the form of chats; without an id, it gets one by its position."""
     known = call_id if isinstance(call_id, str) and call_id else blake2s(place.encode(), digest_size=4).hexdigest()
     function = {"name": name if isinstance(name, str) else "unnamed", "arguments": read_arguments(given)}
     return {"id": known, "type": "function", "function": function}
@@ -106,7 +106,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _entries(history: Sequence[Any], name: str, left_out: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Places and objects of a history; what is no object is what the user says, and null is nothing."""
+    """Yield positions and objects of a history; a string is what the user says, null is skipped."""
     for number, entry in enumerate(history):
         place = f"{name}.{number}"
         if entry is None:
@@ -116,7 +116,7 @@ def _entries(history: Sequence[Any], name: str, left_out: list[str]) -> Iterator
 
 
 def chat_turns(messages: Sequence[Any], left_out: list[str]) -> list[Turn]:
-    """Return the turns of a chat's messages, one at least; further fields go to the chat template as they are."""
+    """Return the turns of a chat's messages, at least one; further fields are passed to the chat template."""
     turns, waiting = list[Turn](), list[str]()
     for place, message in _entries(messages, "messages", left_out):
         role = _role(message, place, left_out)
@@ -134,7 +134,7 @@ def chat_turns(messages: Sequence[Any], left_out: list[str]) -> list[Turn]:
 
 
 def _role(message: Mapping[str, Any], place: str, left_out: list[str]) -> str:
-    """Who speaks; the user, unless calls or what came of one tell otherwise, where a message does not say."""
+    """Return the role of a message; without one it follows from its calls or results, else it is the user."""
     role = message.get("role")
     if isinstance(role, str) and role in _ROLES:
         return role
@@ -145,7 +145,7 @@ def _role(message: Mapping[str, Any], place: str, left_out: list[str]) -> str:
 
 
 def _system_turns(role: str, message: Mapping[str, Any], place: str, left_out: list[str]) -> Iterator[Turn]:
-    """The parts of instructions as turns of their own, without a line that changes with each request."""
+    """Return the parts of instructions as turns, without a line that changes with every request."""
     content = message.get("content")
     others = {key: value for key, value in message.items() if key not in ("role", "content", "tool_calls")}
     for part in content if isinstance(content, list) else [content]:
@@ -177,7 +177,7 @@ def _chat_turn(role: str, message: Mapping[str, Any], place: str, left_out: list
 
 
 def _chat_calls(message: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
-    """The calls in a message, those of custom tools and of the time before there were tools among them."""
+    """Return the calls in a message, also custom tools and the older `function_call`."""
     given, calls = message.get("tool_calls"), []
     for number, one in enumerate(given if isinstance(given, list) else []):
         called = _object(_object(one).get("function") or _object(one).get("custom"))
@@ -189,7 +189,7 @@ def _chat_calls(message: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
 
 
 def message_turns(messages: Sequence[Any], left_out: list[str]) -> list[Turn]:
-    """Return the turns of Anthropic's messages, where what came of each call is a turn."""
+    """Return the turns of Anthropic's messages; each result of a call is a turn."""
     turns = list[Turn]()
     for place, message in _entries(messages, "messages", left_out):
         content = message.get("content")
@@ -212,7 +212,7 @@ def message_turns(messages: Sequence[Any], left_out: list[str]) -> list[Turn]:
 
 
 def response_turns(items: Sequence[Any], names: Names, left_out: list[str]) -> list[Turn]:
-    """Return the turns of a response's input items; what an assistant says and calls in a row is one turn."""
+    """Return the turns of a response's input items; consecutive items of the assistant are one turn."""
     turns, thought = list[Turn](), ""
     for place, item in _entries(items, "input", left_out):
         kind = _kind_of(item) if item.get("type") else "message"
@@ -230,7 +230,7 @@ def response_turns(items: Sequence[Any], names: Names, left_out: list[str]) -> l
 
 
 def _item_turn(item: Mapping[str, Any], kind: str, names: Names, place: str, left_out: list[str]) -> Turn:
-    """The turn of an item; empty for what says nothing to the model."""
+    """Return the turn of an item; empty for an item without meaning for the model."""
     call_id = item.get("call_id") or item.get("id")
     if kind == "message":
         content = item.get("content")
@@ -271,11 +271,11 @@ def joined(first: Turn, second: Turn) -> Turn:
 # ── tools ──
 
 Names = dict[tuple[str | None, str], str]
-"""By namespace and name of a function, the name under which it is offered."""
+"""The name under which a function is offered, by namespace and own name."""
 
 
 def chat_tools(tools: Sequence[Any], left_out: list[str]) -> list[Any]:
-    """Return the functions among a chat's tools; of two with one name the first."""
+    """Return the functions among a chat's tools; of two with one name, the first."""
     kept, names = list[Any](), set[Any]()
     for number, tool in enumerate(tools):
         known = _object(tool)
@@ -297,7 +297,7 @@ def chat_tools(tools: Sequence[Any], left_out: list[str]) -> list[Any]:
 
 
 def read_choice(choice: Any) -> Any:
-    """Return a choice of tools of any dialect as chats have it; what is none stays as it is."""
+    """Return a tool choice of any dialect in the form of chats; anything unknown is unchanged."""
     if isinstance(choice, str):
         return {"any": "required", "": None}.get(choice, choice)
     known = _object(choice)
@@ -309,7 +309,7 @@ def read_choice(choice: Any) -> Any:
 
 
 def only(tools: Any, allowed: Mapping[str, Any]) -> list[Any]:
-    """Return those of a chat's tools that a choice of `allowed_tools` names."""
+    """Return the tools that a choice of `allowed_tools` names."""
     listed = allowed.get("tools")
     named = [_object(one) for one in (listed if isinstance(listed, list) else [])]
     names = [_object(one.get("function")).get("name", one.get("name")) for one in named]
@@ -317,7 +317,7 @@ def only(tools: Any, allowed: Mapping[str, Any]) -> list[Any]:
 
 
 def message_tools(tools: Sequence[Mapping[str, Any]], left_out: list[str]) -> list[Tool]:
-    """Return the tools of Anthropic's dialect that a client describes itself."""
+    """Return the tools of Anthropic's dialect that the client describes itself."""
     kept = list[Tool]()
     for number, tool in enumerate(tools):
         if tool.get("type") not in (None, "custom"):
@@ -330,9 +330,9 @@ def message_tools(tools: Sequence[Mapping[str, Any]], left_out: list[str]) -> li
 def response_tools(
     tools: Sequence[Any], items: Sequence[Any], left_out: list[str], is_right: Callable[[Tool], bool]
 ) -> tuple[list[Tool], Names]:
-    """Return the functions among a response's tools and those that items of its input add, and how each is called.
+    """Return the functions among a response's tools and input items, and the name of each.
 
-    Those in the input are a history: one that is not right is left out.
+    Invalid tools in the input are dropped, because the input is a history.
     """
     added = [tool for item in items if isinstance(own := _object(item).get("tools"), list) for tool in own]
     kept, names = list[Tool](), Names()
@@ -351,7 +351,7 @@ def response_tools(
 def _functions(
     tools: Sequence[Any], place: str, left_out: list[str], namespace: str | None = None
 ) -> Iterator[tuple[Mapping[str, Any], str | None]]:
-    """Functions among tools, with the name of the namespace around them."""
+    """Yield the functions among tools, with the name of their namespace."""
     for number, tool in enumerate(tools):
         here, known = f"{place}.{number}", _object(tool)
         if known.get("type") == "namespace" and isinstance(known.get("tools"), list):
@@ -363,13 +363,13 @@ def _functions(
 
 
 def _offered(name: Any, namespace: str | None, names: Names) -> Any:
-    """The name under which a function is offered: its own, unless another namespace has one of that name."""
+    """Return the name under which a function is offered: its own, unless another namespace has the same."""
     offered = f"{namespace}__{name}" if namespace is not None and name in names.values() else name
     names[(namespace, str(name))] = offered
     return offered
 
 
 def _function(name: Any, tool: Mapping[str, Any]) -> Tool:
-    """A function as chats have it."""
+    """Return a function in the form of chats."""
     told = {key: tool[key] for key in ("description", "parameters") if tool.get(key) is not None}
     return {"type": "function", "function": {"name": name, **told}}

@@ -1,4 +1,4 @@
-"""Jobs: what a client asks of the queue, the work on it, and the deltas and completions that come back."""
+"""Jobs of the queue: a client's task, the work on it, and the deltas and completions that it returns."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ class Task:
     prompt_ids
         The prompt.
     scope
-        Whose task it is: nothing of it is seen by tasks of another scope.
+        The user; tasks of other users have no access to anything of it.
     typing
-        It completes text at somebody's cursor, and comes before all that does not.
+        Whether it completes text at a cursor; such tasks come before all others.
     rules, sampling, hints
-        When to stop, how to choose tokens, what to draft from. ``hints`` is called when the work begins.
+        Stop rules, sampling, and sources of drafts. ``hints`` is called when the work begins.
     arrived
-        When it was asked for, by a clock of any kind: requests may overtake one another while they are read.
+        Time of the request, by any clock: requests can overtake each other while they are read.
     client
-        Who asks; a newer task of the same client replaces an older one. None never replaces.
+        The client; a newer task of a client replaces an older one. None: never.
     document
-        Text before the cursor; without an explicit client id only a task about the same document is replaced.
+        Text before the cursor, if the client has no id of its own: then only a task for the same document is replaced.
     deadline_s
-        Seconds of work, from the first pass on, after which decoding ends with what there is (None: none).
+        Seconds of work, from the first pass on, after which decoding ends with the text so far (None: no limit).
     stale_s
-        Seconds of waiting after which an answer is of no use any more (None: none).
+        Seconds of waiting after which an answer would be useless (None: no limit).
     warm
-        Only read the prompt into a cache; gives way to every other task.
+        Only read the prompt into a cache; all other tasks come first.
     reuse
-        May continue a cache of an earlier prompt.
+        Whether the cache of an earlier prompt may be continued.
     settled
-        Numbers of tokens with which later prompts may begin, too: a cache that cannot be cut is copied at each.
+        Lengths of prefixes that later prompts may share; a cache that cannot be cut is copied at each of them.
     """
 
     prompt_ids: tuple[int, ...]
@@ -69,13 +69,13 @@ class Task:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for tasks that must give the same text."""
+        """Equal for tasks with the same result."""
         how = self.rules, self.sampling, self.warm, self.reuse, self.drafting, self.deadline_s
         return self.scope, self.typing, *how, self.prompt_ids
 
     @property
     def rank(self) -> int:
-        """What comes first (`engine.scheduler`)."""
+        """Rank of the task for the scheduler (`engine.scheduler`)."""
         return AHEAD if self.warm else TYPING if self.typing else ORDINARY
 
     def replaced_by(self, newer: Task) -> bool:
@@ -90,9 +90,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Text that became certain with one pass, and the tokens of the pass, with their log-probabilities if asked for.
+    """The new text of one pass, its tokens, and their log-probabilities if requested.
 
-    ``cached_tokens`` of the prompt did not have to be read.
+    ``cached_tokens`` of the prompt were in the cache.
     """
 
     text: str
@@ -103,30 +103,30 @@ class Delta:
 
 @dataclass(slots=True)
 class Completion:
-    """The end of a task.
+    """The result of a task.
 
     Attributes
     ----------
     outcome
-        ``"superseded"`` when a newer task of the client, or its own age, made the answer useless.
+        ``"superseded"`` if a newer task of the client, or the waiting time, made the answer useless.
     text, token_ids, logprobs
-        What was decoded; the log-probabilities of the tokens only where they are asked for.
+        The answer; log-probabilities only if requested.
     surplus
-        How many more tokens that is than the model said: where one said the end of what was begun and more, the more
-        may be several.
+        Number of tokens beyond those that the model generated: if one token completed the begun word and continued,
+        the continuation may be encoded as several.
     stop_type, stopping_word
-        Why it ended.
+        Reason of the end.
     prompt_tokens, cached_tokens
-        Length of the prompt, and how much of it a cache already held.
+        Length of the prompt, and how much of it was cached.
     setup_s, prompt_s, predict_s, waited_s
-        Seconds spent looking up what to draft from and which cache to continue, reading the prompt, decoding, and
-        waiting (for the first pass, or aside while others had theirs).
+        Seconds of setting up (sources of drafts, cache), reading the prompt, decoding, and waiting (for the first
+        pass, and during passes without it).
     first_s
-        Seconds until there was a token, from when it was asked for.
+        Seconds from the request to the first token.
     report
         Passes and drafts.
     error
-        What failed, for the log.
+        The error, for the log.
     """
 
     outcome: Outcome = "done"
@@ -149,26 +149,26 @@ class Completion:
 
     @property
     def predicted(self) -> int:
-        """Tokens that the model said and the client sees."""
+        """Number of tokens generated for the client."""
         return len(self.token_ids) - self.surplus
 
 
 Sink = Callable[[Delta | Completion], None]
-"""Called from the queue's thread: any number of deltas, then one completion. It does not wait, and does not fail."""
+"""Called in the queue's thread: any number of deltas, then one completion. It must not block or fail."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiter:
-    """Somebody who waits for a job: the task as they asked for it, and the sink of its deltas and completion."""
+    """A client that waits for a job: its own task, and the sink for deltas and the completion."""
 
     task: Task
     sink: Sink
 
 
 def same_document(old: str, new: str) -> bool:
-    """Whether two texts before a cursor look like one file a few keystrokes apart.
+    """Whether two texts before a cursor seem to be one document, a few keystrokes apart.
 
-    The lines above the cursor's line do not change while somebody types; a window may have slid over them.
+    Lines above the cursor's line do not change while one types, but the client may send fewer or more of them.
     """
     above = old[: old.rfind("\n") + 1][-200:]
     if above.strip():
@@ -178,31 +178,31 @@ def same_document(old: str, new: str) -> bool:
 
 
 class Job:
-    """A task, the work on it, and everyone who waits for it.
+    """A task, the work on it, and the clients that wait for it.
 
-    After every pass it checks for reasons to stop, and publishes what became visible.
+    After every pass it checks whether to stop, and publishes new text.
 
     Parameters
     ----------
     task, sink
-        What to do, and who waits for it first.
+        What to do, and the sink of the first client that waits.
     backend, codec, pool
         The model, its text codec and its caches.
     changed
-        Held while the waiters, or what they have been told, change.
+        Held while the waiters, or what they were sent, change.
     clock
         Seconds, monotonic.
 
     Attributes
     ----------
     turn
-        What the scheduler knows of it; `turn.cancelled` ends the work after the current pass.
+        Its record in the scheduler; `turn.cancelled` ends the work after the current pass.
     forgotten
-        Whether its user had everything forgotten meanwhile: nothing of it is kept.
+        Whether the user deleted everything in the meantime; then nothing of this job is kept.
     done
-        What the work has come to so far.
+        The result so far.
     text
-        What takes part in passes, once it has begun.
+        The text in the engine, once the work has begun.
     """
 
     def __init__(
@@ -223,13 +223,13 @@ class Job:
         self._noted_at = clock()
 
     def cancel(self, outcome: Outcome = "cancelled") -> None:
-        """End the work after the current pass; the first reason that is given is the outcome."""
+        """End the work after the current pass; the first reason becomes the outcome."""
         if not self.turn.cancelled:
             self.done.outcome = outcome  # first: whoever finds it cancelled reads why
             self.turn.cancelled = True
 
     def join(self, waiter: Waiter) -> None:
-        """Add a waiter, and send them what has been published."""
+        """Add a waiter, and send it what was published so far."""
         scanner = self._scanner
         if scanner.shown or self._told:
             told = tuple(scanner.shown_ids[: self._told])
@@ -237,7 +237,7 @@ class Job:
         self.waiters.append(waiter)
 
     def start(self) -> None:
-        """Take a cache, and collect what to draft from."""
+        """Take a cache, and collect sources of drafts."""
         task, self._noted_at = self.task, self._clock()
         slot, self.done.cached_tokens = self._pool.take(task.prompt_ids, task.scope, reuse=task.reuse)
         self._slot = slot
@@ -260,7 +260,7 @@ class Job:
         )
 
     def _next_text(self) -> Any:
-        """Return the next text to decode: the prompt up to the next copy of the cache, at last all of it."""
+        """Return the next text to decode: the prompt up to the next place to copy the cache, finally all of it."""
         task = self.task
         if self._settled:
             ids = task.prompt_ids[: self._settled[0]]
@@ -268,7 +268,7 @@ class Job:
         return self._decode(task.prompt_ids, self._hints(self._slot), warm=task.warm)
 
     def _settle(self) -> None:
-        """Keep a copy of the cache where later prompts may go on from, and read on."""
+        """Keep a copy of the cache, where later prompts may continue, and read on."""
         self.text.close()
         count = self._settled.pop(0)
         if not self.forgotten:
@@ -276,7 +276,7 @@ class Job:
         self.text = self._next_text()
 
     def _hints(self, slot: Slot) -> DraftHints:
-        """What to draft from; what was said after this prompt before, if nothing else is expected there."""
+        """Return sources of drafts; without a prediction, an earlier answer to this prompt is the prediction."""
         hints = self.task.hints()  # also where only the prompt is read: the drafter's memory reads the new chunks now
         if self.task.warm or not self.task.drafting:
             return DraftHints(enabled=False, scope=self.task.scope)
@@ -285,38 +285,38 @@ class Job:
         return hints if hints.prediction else replace(hints, prediction=self._said_before(slot))
 
     def _said_before(self, slot: Slot) -> tuple[int, ...]:
-        """What was said after this prompt before, in part perhaps, if it agrees with what has been typed since.
+        """Return the earlier answer to this prompt, or part of it, if it agrees with what was typed since.
 
-        Where the model is sure it says the same again: it is verified in one pass instead of decoded again.
+        The model often repeats it, and then one pass verifies it.
         """
         tokens = tuple(slot.continuation.tolist())
         text, begun = self._codec.decode(tokens), self.task.rules.begun
         return tokens if text.startswith(begun) or begun.startswith(text) else ()
 
     def _most(self) -> int:
-        """Tokens to generate at most; each token of what was begun spells a byte or more."""
+        """Return the most tokens to generate; each token of a begun word has at least one byte."""
         room = self._backend.n_ctx - len(self.task.prompt_ids)
         rules = self.task.rules
         return room if rules.max_tokens < 0 else min(rules.max_tokens + len(rules.begun.encode()), room)
 
     def copies_from(self, other: Job) -> bool:
-        """Whether it can copy, from a task of its rank, a prompt's beginning that is still being read."""
+        """Whether it can copy a prefix that another task of its rank is still reading."""
         prompt, theirs = self.task.prompt_ids, other.task.prompt_ids
         shared = max(COPY_FROM, len(prompt) // 2)
         may_copy = self.task.reuse and self.task.rank == other.task.rank and self.task.scope == other.task.scope
         return may_copy and other.text.unread > 0 and shared <= len(prompt) and prompt[:shared] == theirs[:shared]
 
     def wait(self) -> None:
-        """Note that others had the pass."""
+        """Note that a pass did not include this job."""
         self.done.waited_s += self._since()
 
     def _since(self) -> float:
-        """Seconds since the last call."""
+        """Return the seconds since the last call."""
         before, self._noted_at = self._noted_at, self._clock()
         return self._noted_at - before
 
     def proceed(self) -> bool:
-        """Take the tokens of a pass; return whether the task is done, so that waiters hear before it is closed."""
+        """Take the tokens of a pass; return whether the task is done. The caller informs waiters, then closes it."""
         text, slot, prompt, done = self.text, self._slot, self.task.prompt_ids, self.done
         self.turn.worked_s += self._since()
         fresh = text.take()
@@ -339,7 +339,7 @@ class Job:
         return True
 
     def _goes_on(self, fresh: list[int], is_over: bool) -> bool:
-        """Whether there is more to do after a pass; the tokens of the last one are published with the end."""
+        """Whether the task continues after a pass; the tokens of the last pass are published with the end."""
         scanner = self._scanner
         if fresh and not self.task.warm:
             scanner.push(fresh)
@@ -364,7 +364,7 @@ class Job:
         return Delta(text, tokens, logprobs, self.done.cached_tokens)
 
     def _logprobs(self, first: int, end: int) -> tuple[TokenLogProb, ...]:
-        """What was noted of tokens that are shown; nothing is begun then, so that they are all that were said."""
+        """Return the log-probabilities of tokens; tasks that have them have no begun word, so all are shown."""
         return tuple(self.text.noted[first:end]) if self.task.sampling.logprobs is not None else ()
 
     def _conclude(self) -> None:
@@ -379,7 +379,7 @@ class Job:
         done.stopping_word = scanner.stopping_word
 
     def close(self, *, keep: bool = True) -> None:
-        """End the text, however far it is, and give the cache back; after a failure nobody knows what it holds."""
+        """End the text and return the cache; after a failure its contents are unknown, and it is not kept."""
         (slot, self._slot), held = (self._slot, None), None
         if slot is None:
             return

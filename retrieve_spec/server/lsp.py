@@ -1,4 +1,4 @@
-"""Language server: `textDocument/inlineCompletion` (LSP 3.18), as a client of a server here or elsewhere."""
+"""Language server: `textDocument/inlineCompletion` (LSP 3.18), with a model in this process or on a server."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ log = logging.getLogger("retrieve_spec.server")
 FORGET = "retrieve-spec.forget"
 Kind = lsp.InlineCompletionTriggerKind
 _TOKENS = {Kind.Automatic: 64, Kind.Invoked: 128}
-"""Tokens of a suggestion at most."""
+"""The most tokens of a suggestion."""
 _LINE_MS = {Kind.Automatic: 250.0, Kind.Invoked: 1000.0}
-"""Milliseconds after which it ends with its line."""
+"""Milliseconds after which a suggestion ends with its line."""
 _LOADING, _INDEXING = "retrieve-spec/loading", "retrieve-spec/indexing"
 
 _SHOWN = 4
-"""Other open documents of which the model is shown a piece."""
+"""The most other open documents of which an excerpt is sent."""
 _LINES, _CHARS, _STEP = 64, 16_000, 32
-"""Lines and characters of such a piece at most, and how far the place has to move before another one is shown."""
+"""The most lines and characters of an excerpt, and how far the place must move before another one is sent."""
 _ANSWER_S, _AGAIN_S = 60.0, 0.25
 _CHARS_BEFORE, _CHARS_AFTER = 400_000, 100_000
-"""Characters before and after a cursor that a server elsewhere is sent: as many as any model is shown."""
+"""The most characters before and after the cursor that are sent to a server: as many as any model reads."""
 
 
 class Completer:
-    """Completions of a server, which is sent pieces of open documents; `service` is a model in this process, if any."""
+    """Completions of a server, which gets excerpts of open documents; `service` is a model in this process, if any."""
 
     def __init__(self, client: httpx.AsyncClient, service: Service | None = None) -> None:
         self._client, self._service = client, service
         self.workspace = None if service is None else service.workspace
 
     async def complete(self, uri: str, left: str, right: str, extra: Sequence[dict[str, str]], kind: Kind) -> str:
-        """A suggestion at a place in a document, "" where there is none.
+        """Return a suggestion at a place in a document, "" for none.
 
-        What is given up ends after the pass under way.
+        A cancelled request ends after the current pass.
 
         Parameters
         ----------
@@ -66,9 +66,9 @@ class Completer:
         left, right
             Its text before and after the cursor.
         extra
-            Pieces of other open documents, what was looked at last at the end.
+            Excerpts of other open documents, the last visited one at the end.
         kind
-            Whether it was asked for.
+            Whether the user asked for it explicitly.
         """
         left = left[-_CHARS_BEFORE:]
         line = left.rfind("\n") + 1
@@ -100,29 +100,29 @@ class Completer:
         return text if text.strip() else ""
 
     async def open(self, text: str) -> None:
-        """Draft from the text of an open document, where the model is here."""
+        """Draft from the text of an open document, if the model is in this process."""
         if self._service is not None:
             from retrieve_spec.server.text import with_line_feeds
 
             await asyncio.to_thread(self._service.memory("").note, [with_line_feeds(text)])
 
     async def forget(self) -> None:
-        """Have dropped what is kept of this user."""
+        """Delete what is kept for this user."""
         await self._client.delete("/v1/workspace")
 
     def close(self) -> None:
-        """End the model, where it is here; another server is not this editor's."""
+        """Unload a model in this process; a server is left as it is."""
         if self._service is not None:
             self._service.close()
 
 
 async def connected(remote: Remote) -> Completer:
-    """A completer that asks a server elsewhere, once its model is loaded.
+    """Return a completer for a server, once its model is loaded.
 
     Raises
     ------
     ServeError
-        Nobody answers, or the server refuses.
+        The server does not answer, or refuses.
     """
     client = httpx.AsyncClient(**remote.options, timeout=_ANSWER_S)
     while True:
@@ -139,7 +139,7 @@ async def connected(remote: Remote) -> Completer:
 
 
 async def loaded(load: Callable[[], Service], config: ServeConfig) -> Completer:
-    """A completer that asks a model in this process, which is loaded now."""
+    """Return a completer for a model that is loaded into this process."""
     from retrieve_spec.server.app import create_app
     from retrieve_spec.server.guard import Metrics
     from retrieve_spec.server.models import Model, Models
@@ -161,11 +161,11 @@ _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 
 class Document(TextDocument):
-    """An open document with the lines of the protocol; pygls also ends one at form feeds and Unicode's separators."""
+    """An open document with the protocol's lines; pygls also splits at form feeds and Unicode separators."""
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Its lines with their ends, which are CR, LF or both."""
+        """Lines with their ends: CR, LF or both."""
         return tuple(_LINE.findall(self.source))
 
 
@@ -175,14 +175,14 @@ class CompletionServer(LanguageServer):
     Parameters
     ----------
     connect
-        Loads the model or finds the server, given the client's workspace folders, while the editor starts up.
+        Loads the model or finds the server, given the client's workspace folders; called while the editor starts.
     workspaces
         Folders to draft from besides the client's.
 
     Attributes
     ----------
     completer, loaded
-        What is asked once the model is loaded, None when that failed.
+        The completer, None if loading failed, and whether loading is done.
     """
 
     def __init__(self, connect: Connect, workspaces: Sequence[Path] = ()) -> None:
@@ -193,7 +193,7 @@ class CompletionServer(LanguageServer):
         self.loaded = asyncio.Event()
 
     async def load(self, folders: Sequence[Path]) -> None:
-        """Load the model, then index the folders; requests wait for the model, not for the index."""
+        """Load the model, then index the folders; requests wait for the model only."""
         try:
             async with self._bar(_LOADING, "Loading the model"):
                 completer = await self._connect([*self._workspaces, *folders])
@@ -209,7 +209,7 @@ class CompletionServer(LanguageServer):
 
     @contextlib.asynccontextmanager
     async def _bar(self, token: str, title: str) -> AsyncIterator[None]:
-        """A progress bar, where the client has them."""
+        """Return a progress bar, if the client supports them."""
         window = self.client_capabilities.window
         if not (window and window.work_done_progress):
             yield
@@ -222,17 +222,17 @@ class CompletionServer(LanguageServer):
             self.work_done_progress.end(token, lsp.WorkDoneProgressEnd())
 
     def note_place(self, uri: str, line: int) -> None:
-        """Note the line that the user is at in a document."""
+        """Note the user's current line in a document."""
         self._places.pop(uri, None)
         self._places[uri] = line
 
     def opened(self, uri: str) -> TextDocument | None:
-        """A document that the client has opened, None for one on disk."""
+        """Return a document that the client has opened, None for one on disk."""
         document = self.workspace.get_text_document(uri)
         return None if document.version is None else document
 
     def pieces(self, uri: str) -> list[dict[str, str]]:
-        """What stands around the places looked at last in other open documents, the last one at the end."""
+        """Return excerpts around the last visited places of other open documents, the latest at the end."""
         documents = {other: document for other in self._places if (document := self.opened(other)) is not None}
         others = [other for other in documents if other != uri][-_SHOWN:]
         found = []
@@ -246,7 +246,7 @@ class CompletionServer(LanguageServer):
 
 
 def create_server(connect: Connect, workspaces: Sequence[Path] = ()) -> CompletionServer:
-    """A language server with all handlers; arguments as of `CompletionServer`."""
+    """Return a language server with all handlers; the parameters are those of `CompletionServer`."""
     server = CompletionServer(connect, workspaces)
     _add_documents(server)
     _add_completion(server)
@@ -325,7 +325,7 @@ def serve_stdio(
     loading: LoadOptions = LoadOptions(),
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve on standard input and output until the client ends it; arguments as of `run.build_service`, `run.serve`."""
+    """Serve on standard input and output until the client exits; parameters as for `run.build_service`, `run.serve`."""
     from retrieve_spec.server.run import build_service
 
     def load(roots: Sequence[Path]) -> Service:
@@ -337,5 +337,5 @@ def serve_stdio(
 
 
 def connect_stdio(remote: Remote) -> None:
-    """Serve a language server on standard input and output by asking a server elsewhere."""
+    """Serve on standard input and output with completions of another server."""
     create_server(lambda roots: connected(remote)).start_io()

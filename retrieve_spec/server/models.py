@@ -1,4 +1,4 @@
-"""The models of a server: the first is loaded at the start, the others when they are first asked for."""
+"""The models of a server: the first is loaded at the start, each other one at its first request."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ DEFAULT = "default"
 
 
 def named(given: Sequence[str]) -> dict[str, str]:
-    """Models by name, from `NAME=PATH`, or a path or hub id that is called as `display_name` has it.
+    """Return models by name, from `NAME=PATH`, or a path or hub id (named by `display_name`).
 
     Raises
     ------
     ServeError
-        Two have one name.
+        Two models have one name.
     """
     models: dict[str, str] = {}
     for text in given:
@@ -49,19 +49,19 @@ def named(given: Sequence[str]) -> dict[str, str]:
 
 
 class Model:
-    """One of the models of a server.
+    """One of a server's models.
 
     Parameters
     ----------
     load
-        Makes its service; takes as long as it takes.
+        Returns its service; may take minutes.
 
     Attributes
     ----------
     state
-        `"unloaded"`, `"loading"`, `"loaded"` or `"failed"`, as llama.cpp's server calls them.
+        `"unloaded"`, `"loading"`, `"loaded"` or `"failed"`, as in llama.cpp's server.
     service
-        What is loaded, None while nothing is.
+        The service, None until it is loaded.
     """
 
     def __init__(self, load: Callable[[], Service]) -> None:
@@ -70,7 +70,7 @@ class Model:
         self.service: Service | None = None
 
     async def begin(self) -> None:
-        """Load it in a thread, for which a program that ends meanwhile does not wait, and serve with it."""
+        """Load it in a daemon thread, and serve with it."""
         made: Future[Service] = Future()
         made.set_running_or_notify_cancel()
 
@@ -92,18 +92,18 @@ class Model:
 
 
 class Models:
-    """The models of a server, by name; for the event loop's thread.
+    """The models of a server, by name; for use in the event loop's thread.
 
     Parameters
     ----------
     models
-        The first is the one that is meant where no other is named; where it is the only one, whatever is named.
+        A request without a name selects the first; if there is only one, every name selects it.
     config
         Limits.
     metrics
-        Counters of all.
+        Counters of all models.
     on_failure
-        Called where the first cannot be loaded; `error` says why.
+        Called if the first cannot be loaded; `error` has the reason.
     """
 
     def __init__(
@@ -123,22 +123,22 @@ class Models:
 
     @classmethod
     def of(cls, service: Service) -> Models:
-        """One that is loaded."""
+        """Return the services of loaded models."""
         return cls({service.name: Model(lambda: service)}, service.config, service.metrics)
 
     def set_stage(self, stage: str) -> None:
-        """Note and log what is done while the first model is loaded."""
+        """Set and log what loading the first model does at present."""
         self._stage = stage
         log.info("%s …", stage)
 
     def unready(self) -> JSONResponse | None:
-        """What is answered until the first is loaded."""
+        """Return the answer to all requests until the first model is loaded, then None."""
         if self._ready:
             return None
         return JSONResponse(loading(self._stage, monotonic() - self._since), 503, {"Retry-After": "1"})
 
     async def start(self) -> None:
-        """Load the first."""
+        """Load the first model."""
         try:
             await self.models[self.first].begin()
         except Exception as error:
@@ -149,12 +149,12 @@ class Models:
             log.info("ready after %.0f seconds", monotonic() - self._since)
 
     def find(self, name: Any) -> str:
-        """The name of the model that a request means.
+        """Return the name of the model that a request selects.
 
         Raises
         ------
         Refusal
-            404: there is none of that name.
+            404: no model has that name.
         """
         for known in self.models:
             if name in (known, f"{known}-Fast-Apply", f"{known}:latest"):
@@ -164,7 +164,7 @@ class Models:
         raise Refusal(404, f"no model {name!r} is served here; there are {', '.join(self.models)}")
 
     def entries(self) -> dict[str, dict[str, Any]]:
-        """What is said of each, by its name and the alias under which Continue sends predictions."""
+        """Return the list entry of each model, by name and by the alias under which Continue sends predictions."""
         return {
             known: {"id": known, "object": "model", "created": 0, "owned_by": "retrieve-spec",
                     "status": {"value": model.state}, **({"meta": model.service.meta()} if model.service else {})}
@@ -173,18 +173,18 @@ class Models:
         }  # fmt: skip
 
     def of_all(self, ask: Callable[[Service], Any]) -> Any:
-        """What those that are loaded say, by name; where there is but one, what that says."""
+        """Return a result for each loaded model, by name; with one model, just its result."""
         loaded = {name: model.service for name, model in self.models.items()}
         said = {name: ask(service) for name, service in loaded.items() if service is not None}
         return said if self.several else said[self.first]
 
     async def service(self, name: str) -> Service:
-        """The service of a model; who asks for one that is not loaded waits for it.
+        """Return the service of a model; a request waits while it is loaded.
 
         Raises
         ------
         Refusal
-            500: it cannot be loaded; 503: too many wait.
+            500: it cannot be loaded; 503: too many requests wait for it.
         """
         model = self.models[name]
         if model.service is None:
@@ -216,7 +216,7 @@ class Models:
         log.info("%s is loaded", name)
 
     def close(self) -> None:
-        """Let go of all that are loaded; their requests have been ended."""
+        """Unload all models; their requests must have ended."""
         for model in self.models.values():
             if model.service is not None:
                 model.service.close()
@@ -228,7 +228,7 @@ async def _known(request: Request) -> Models:  # FastAPI gives plain functions a
 
 
 Known = Annotated[Models, Depends(_known)]
-"""What a handler that is about all models is given."""
+"""Dependency of handlers about all models."""
 
 
 async def _meant(request: Request, models: Known) -> Service:
@@ -237,4 +237,4 @@ async def _meant(request: Request, models: Known) -> Service:
 
 
 Meant = Annotated[Service, Depends(_meant)]
-"""The model that a request names."""
+"""Dependency of handlers about the request's model."""

@@ -1,4 +1,4 @@
-"""Ollama's dialect, which some editors speak alone: translations of its requests, and of what is said back."""
+"""Ollama's dialect: translations of its requests to chats and completions, and of the answers back."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from retrieve_spec.server.service import PreparedTask, Service
 from retrieve_spec.server.translations import as_chat
 
 VERSION = "0.12.0"
-"""The version of Ollama whose addresses these are; some clients ask for one."""
+"""The version of Ollama whose endpoints these are; some clients ask for it."""
 
 router = APIRouter(route_class=BoundedRoute)
 
 
 class Options(SamplingOptions):
-    """How tokens are chosen, how many, and when to stop."""
+    """Sampling, limit of tokens and stop strings."""
 
     num_predict: Annotated[int, Field(ge=-2, le=1 << 31)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
@@ -56,7 +56,7 @@ class Options(SamplingOptions):
 
 
 class OllamaRequest(Speculating):
-    """Fields of both kinds of requests for text."""
+    """Common fields of requests for text."""
 
     stream: StrictBool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
@@ -88,7 +88,7 @@ class OllamaChatRequest(OllamaRequest):
         Raises
         ------
         Refusal
-            400: it is none.
+            400: it is invalid.
         """
         messages = [_message(message) if isinstance(message, dict) else message for message in self.messages or ()]
         return as_chat({**self.as_fields(), "messages": messages, "tools": self.tools}, self.left_out)
@@ -112,7 +112,7 @@ class OllamaGenerateRequest(OllamaRequest):
         Raises
         ------
         Refusal
-            400: it is none.
+            400: it is invalid.
         """
         head = [{"role": "system", "content": self.system}] if self.system else []
         asked = _message({"role": "user", "content": self.prompt or "", "images": self.images})
@@ -120,7 +120,7 @@ class OllamaGenerateRequest(OllamaRequest):
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as chats have it: pictures are parts of its content."""
+    """Return a message in the form of chats: images become parts of its content."""
     others = {key: value for key, value in message.items() if key not in ("images", "thinking", "tool_name")}
     content, images = message.get("content"), message.get("images")
     if isinstance(images, list) and images:
@@ -130,14 +130,14 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class OllamaAnswer(Answer):
-    """An answer in lines of JSON.
+    """An answer as lines of JSON.
 
     Parameters
     ----------
     service, request, prepared
-        The model, and what is answered.
+        The model, the request and its tasks.
     chat
-        Whether what is said stands in a message.
+        Whether the text is in a message.
     """
 
     media_type = "application/x-ndjson"
@@ -148,11 +148,11 @@ class OllamaAnswer(Answer):
         self._model, self._chat = service.name, chat
 
     def encoded(self, body: dict[str, Any]) -> bytes:
-        """One line of a stream."""
+        """Encode one line of a stream."""
         return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
     def _line(self, said: dict[str, Any], **fields: Any) -> dict[str, Any]:
-        """A line with what is said: `content`, `thinking`, `tool_calls`."""
+        """Return a line with `content`, `thinking` or `tool_calls`."""
         if self._chat:
             said = {"message": {"role": "assistant", "content": "", **said}}
         else:
@@ -160,15 +160,15 @@ class OllamaAnswer(Answer):
         return {"model": self._model, "created_at": datetime.now(UTC).isoformat(), **said, "done": False, **fields}
 
     def delta(self, delta: Delta, index: int) -> Events:
-        """Lines for what one pass made certain."""
+        """Return the lines for the new text of one pass."""
         return [self._line(_said(part)) for part in self._said(delta.text)]
 
     def end(self, done: Completion, index: int) -> Events:
-        """Lines at the end."""
+        """Return the lines at the end."""
         return [*(self._line(_said(part)) for part in self._said("", last=True)), self._line({}, **_ended(done))]
 
     def whole(self, finished: Sequence[Completion]) -> dict[str, Any]:
-        """The answer without streaming."""
+        """Return the body of an answer that is not streamed."""
         (done,) = finished
         thought, text, calls = self._spoken(done)
         said: dict[str, Any] = {"content": text, **({"thinking": thought} if thought else {})}
@@ -177,7 +177,7 @@ class OllamaAnswer(Answer):
         return self._line(said, **_ended(done))
 
     def failure(self, error: str) -> dict[str, Any]:
-        """The line of a text that failed."""
+        """Return the line for a text that failed."""
         return {"error": error}
 
 
@@ -191,7 +191,7 @@ def _said(part: Shown) -> dict[str, Any]:
 
 
 def _ended(done: Completion) -> dict[str, Any]:
-    """Why an answer ended, and what it cost, in nanoseconds."""
+    """Return the reason of the end, token counts, and times in nanoseconds."""
     return {
         "done": True,
         "done_reason": finish_reason(done),
@@ -209,7 +209,7 @@ _LINES: dict[int | str, Any] = {**ANSWERS, 200: {"content": {OllamaAnswer.media_
 
 @router.post("/api/chat", responses=_LINES)
 async def chat(body: OllamaChatRequest, request: Request, service: Meant) -> Response:
-    """The next message of a conversation (Ollama's dialect)."""
+    """Complete a chat (Ollama's dialect)."""
     if not body.messages:
         return _loaded(service, {"message": {"role": "assistant", "content": ""}})
     return await converse(service, request, body.as_chat(), OllamaAnswer)
@@ -217,7 +217,7 @@ async def chat(body: OllamaChatRequest, request: Request, service: Meant) -> Res
 
 @router.post("/api/generate", responses=_LINES)
 async def generate(body: OllamaGenerateRequest, request: Request, service: Meant) -> Response:
-    """What follows a prompt, or stands between it and a suffix (Ollama's dialect)."""
+    """Complete a prompt, with or without a suffix (Ollama's dialect)."""
     if not (body.prompt or body.suffix):
         return _loaded(service, {"response": ""})
     write = partial(OllamaAnswer, chat=False)
@@ -236,7 +236,7 @@ async def generate(body: OllamaGenerateRequest, request: Request, service: Meant
 
 
 def _loaded(service: Service, said: dict[str, Any]) -> Response:
-    """The answer to a request without a question, by which clients have a model loaded."""
+    """Answer a request without a question, by which clients load a model."""
     made = {"model": service.name, "created_at": datetime.now(UTC).isoformat()}
     return JSONResponse({**made, **said, "done": True, "done_reason": "load"})
 
@@ -256,25 +256,25 @@ def _entry(name: str) -> dict[str, Any]:
 
 @router.get("/api/tags")
 async def tags(models: Known) -> Response:
-    """All models."""
+    """List all models."""
     return JSONResponse({"models": list(map(_entry, models.models))})
 
 
 @router.get("/api/ps")
 async def running(models: Known) -> Response:
-    """Those that are loaded."""
+    """List the loaded models."""
     return JSONResponse({"models": [_entry(name) for name, model in models.models.items() if model.service]})
 
 
 @router.get("/api/version")
 async def version() -> Response:
-    """The version of Ollama that is spoken."""
+    """Return the version of Ollama."""
     return JSONResponse({"version": VERSION})
 
 
 @router.post("/api/show", responses=errors(400, 404, 408, 413, 503))
 async def show(body: Asked, service: Meant) -> Response:
-    """What a model can do."""
+    """Describe a model's capabilities."""
     template = service.prompts.template
     can = {"completion": True, "tools": True, "insert": service.family, "thinking": template.traits.thoughts}
     info = {"general.architecture": "model", "model.context_length": service.backend.n_ctx}

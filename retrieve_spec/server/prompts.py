@@ -1,4 +1,4 @@
-"""Prompts as token ids: raw text, conversations, expected texts, and the cursor in them."""
+"""Prompts as token ids: raw text, conversations, predictions, and fill-in-the-middle prompts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from retrieve_spec.server.text import HiddenText, TextCodec
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation as token ids, and what is to be thought after it."""
+    """A conversation as token ids, and the thought that may follow."""
 
     token_ids: list[int]
     thinking: Thinking = field(default_factory=Thinking)
 
 
 class Prompts:
-    """Prompts for one model; what cannot fit is refused by its length, before it is encoded."""
+    """Makes prompts for one model."""
 
     def __init__(self, codec: TextCodec, fim: FimVocabulary | None, n_ctx: int) -> None:
         self.codec, self.fim, self.n_ctx = codec, fim, n_ctx
@@ -34,7 +34,7 @@ class Prompts:
         self.template = ChatTemplate(codec.tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt; one that cannot fit is refused by its length, before it is encoded.
+        """Encode a prompt; one that cannot fit is refused by its length in characters, before it is encoded.
 
         Raises
         ------
@@ -49,12 +49,12 @@ class Prompts:
             raise TooLong(-(-size // self.codec.longest), self.n_ctx)
 
     def chat(self, conversation: Conversation) -> ChatPrompt:
-        """Return a conversation as a prompt, by the model's own template where it has one.
+        """Return a conversation as a prompt, by the model's chat template if it has one.
 
         Raises
         ------
         Refusal
-            400: too long, or the template refuses the turns.
+            400: it is too long, or the template rejects the turns.
         """
         turns, tools, rendering = conversation.messages, conversation.offered_tools, conversation.rendering()
         if not self.template.text:
@@ -73,9 +73,9 @@ class Prompts:
         return ChatPrompt(hidden.encoded(prompt), thinking)
 
     def instructions(self, conversation: Conversation) -> list[int]:
-        """Return the prompt of another question under the instructions and tools of a first one; of others nothing.
+        """Return the prompt of another question after the same instructions and tools; empty for a later turn.
 
-        It begins as those of all chats of one agent do.
+        Prompts of all chats of one agent begin with it.
         """
         said = conversation.messages
         head = [turn for turn in said if turn["role"] in ("system", "developer")]
@@ -85,7 +85,7 @@ class Prompts:
         return self.chat(conversation.model_copy(update={"messages": [*head, asked]})).token_ids
 
     def opening(self, conversation: Conversation) -> list[int]:
-        """Return the tokens by which a prompt begins the model's turn, with which the next prompt may not."""
+        """Return the tokens that begin the model's turn; the next prompt may continue differently before them."""
         return self.codec.encode_prompt(self.template.opening(**conversation.rendering()), add_special_tokens=False)
 
     def _plain_chat(
@@ -97,7 +97,7 @@ class Prompts:
         continue_final_message: bool = False,
         **_: Any,
     ) -> list[int]:
-        """ChatML where the vocabulary has it, else turns as paragraphs."""
+        """Render as ChatML if the vocabulary has it, else as paragraphs."""
         start, end = self.codec.token_id("<|im_start|>"), self.codec.token_id("<|im_end|>")
         encode = self.codec.encode
         if start is None or end is None:
@@ -112,9 +112,9 @@ class Prompts:
         return [*ids, start, *encode("assistant\n")] if add_generation_prompt else ids
 
     def cursor(self, ids: list[int]) -> tuple[list[int], list[int]] | None:
-        """What stands before and after the cursor in a prompt that spells fill-in-the-middle tokens.
+        """Return the text before and after the cursor in a prompt with fill-in-the-middle tokens.
 
-        Other files in front of it count as standing before.
+        Other files before it count as text before the cursor.
         """
         fim = self.fim
         if fim is None or fim.prefix not in ids or fim.suffix not in ids:
@@ -126,7 +126,7 @@ class Prompts:
         return [*ids[:suffix], *ids[prefix + 1 : last]], ids[suffix + 1 : prefix]
 
     def expected(self, request: Common, begun: str = "") -> list[int]:
-        """Tokens of the text a client expects, after what was begun; what is too long to be said is left out."""
+        """Encode a prediction without the begun word; text beyond the context is left out."""
         if not request.prediction:
             return []
         return self.codec.encode(begun + request.prediction.as_text()[: self.most_chars])
@@ -139,15 +139,15 @@ FILE_NAME = "filename"
 UNNAMED_CHUNK = "tmp"
 _CHARS_PER_TOKEN = 3
 _EXTRA_WINDOWS = 4
-"""Other files may take so many times the room of the current one."""
+"""Size of other files, as a multiple of the current file's."""
 _MOST_BEHIND, _LEAST_BEHIND = 1280, 96
-"""Characters left of the cursor that stand after the suffix: the more lines there are to begin at, the longer one
-stays the place, and the suffix is read again with every other one."""
+"""Characters before the cursor that may follow the suffix. The more lines there are to choose from, the longer the
+chosen one stays the same; the suffix is read again whenever it changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FimFormat:
-    """How one family of models spells fill-in-the-middle.
+    """How one family of models writes fill-in-the-middle prompts.
 
     Attributes
     ----------
@@ -156,17 +156,17 @@ class FimFormat:
     prefix, suffix, middle
         Control tokens; ``middle`` may be absent (Codestral).
     repo, sep
-        Control tokens of repository-level packing, where the family has it.
+        Control tokens of prompts at repository level, if the family has them.
     end
         Further tokens that end a completion.
     requires
-        Tokens that tell this family from others with the same spelling.
+        Tokens that distinguish this family from others with the same control tokens.
     suffix_first
-        The suffix comes before the prefix.
+        Whether the suffix comes before the prefix.
     path_inside
-        The path of the current file stands after the prefix token instead of before it (StarCoder2).
+        Whether the path of the current file follows the prefix token instead of preceding it (StarCoder2).
     sections
-        Other files are written as ``+++++ path`` sections (Codestral).
+        Whether other files are ``+++++ path`` sections (Codestral).
     """
 
     family: str
@@ -183,12 +183,12 @@ class FimFormat:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """Every token the vocabulary must hold."""
+        """Every token that the vocabulary must have."""
         core = (self.prefix, self.suffix) + ((self.middle,) if self.middle else ())
         return core + self.requires
 
     def spells(self, prompt: str) -> bool:
-        """Whether a prompt is made of these tokens: it ends with the middle's, or begins with the suffix's."""
+        """Whether a prompt has these tokens: it ends with the middle token, or begins with the suffix token."""
         prefix, suffix = self.prefix.lstrip("▁"), self.suffix.lstrip("▁")
         if self.middle is None:
             return prompt.lstrip().startswith(suffix) and prefix in prompt
@@ -241,7 +241,7 @@ FORMATS: tuple[FimFormat, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class FimVocabulary:
-    """A format bound to one vocabulary: its control tokens as ids."""
+    """A format with its control tokens as ids of one vocabulary."""
 
     fmt: FimFormat
     prefix: int
@@ -254,7 +254,7 @@ class FimVocabulary:
 
 
 def find_format(codec: TextCodec) -> FimVocabulary | None:
-    """The first format of the table whose tokens the vocabulary holds, None for a model that cannot infill."""
+    """Return the first format of the table whose tokens the vocabulary has, None for a model that cannot infill."""
     ids = codec.vocab
     fmt = next((fmt for fmt in FORMATS if ids.keys() >= set(fmt.needed)), None)
     if fmt is None:
@@ -265,7 +265,7 @@ def find_format(codec: TextCodec) -> FimVocabulary | None:
 
 
 def unknown_format(codec: TextCodec, prompt: str) -> bool:
-    """Whether a prompt is spelled in a fill-in-the-middle format, and in none whose tokens the vocabulary holds."""
+    """Whether a prompt uses a fill-in-the-middle format, but none of this vocabulary."""
     spelled = [fmt for fmt in FORMATS if fmt.spells(prompt)]
     return bool(spelled) and all(
         any(codec.token_id(token) is None for token in (fmt.prefix, fmt.suffix, fmt.middle) if token) for fmt in spelled
@@ -273,14 +273,14 @@ def unknown_format(codec: TextCodec, prompt: str) -> bool:
 
 
 def _bos(codec: TextCodec) -> int | None:
-    """Begin-of-text id if the tokenizer puts one in front of a prompt."""
+    """Return the begin-of-text id if the tokenizer adds it to a prompt."""
     bos = codec.tokenizer.bos_token_id
     return bos if bos is not None and codec.encode_prompt("a")[:1] == [bos] else None
 
 
 @dataclass(frozen=True, slots=True)
 class FimParts:
-    """What an editor knows at the cursor: text before it, after it, and pieces of other files, least recent first."""
+    """Texts at the cursor: before it, after it, and excerpts of other files, least recent first."""
 
     prefix: str
     suffix: str
@@ -289,19 +289,19 @@ class FimParts:
 
 @dataclass(frozen=True, slots=True)
 class FimPrompt:
-    """An assembled prompt.
+    """A fill-in-the-middle prompt.
 
     Attributes
     ----------
     token_ids
-        What the model reads.
+        The prompt.
     context_ids
-        The same text without control tokens of the format, the prefix last: what a drafter reads, since the text
-        before the cursor says more about what comes next than the suffix that ends the prompt.
+        The same text for the drafter: without control tokens, and with the prefix last, which says more about the next
+        tokens than the suffix.
     truncated
-        Whether a part had to be cut.
+        Whether a part was cut.
     begun
-        The end of the prefix that is not in the prompt: the model says it again, in tokens of its own.
+        The end of the prefix that is not in the prompt; the answer begins with it, in tokens of the model's choice.
     """
 
     token_ids: list[int]
@@ -314,10 +314,10 @@ _LINE = re.compile(r"(?<=\n)[^\n]+")
 
 
 def stable_start(text: str, first: int, last: int) -> int | None:
-    """A line start between two places, chosen by what the lines say; None where there is none.
+    """Return a line start between two places, chosen by the content of lines; None if there is none.
 
-    That whose line has the smallest checksum is taken (winnowing; Schleimer, Wilkerson, Aiken, 2003): it stays the same
-    while the places slide.
+    It is the one whose line has the smallest checksum (winnowing; Schleimer, Wilkerson, Aiken, 2003), so it stays the
+    same while the window slides.
     """
     lines = takewhile(lambda line: line.start() < last, _LINE.finditer(text, max(first, 0)))
     scored = [(zlib.crc32(line[0].encode("utf-8", "surrogatepass")), line.start()) for line in lines if line[0].strip()]
@@ -325,10 +325,10 @@ def stable_start(text: str, first: int, last: int) -> int | None:
 
 
 def stable_tail(text: str, max_chars: int) -> str:
-    """The last lines of a text, three quarters of a budget or more, cut where the next keystrokes will cut it too.
+    """Return the last lines of a text, at least three quarters of a budget, with a cut that later keystrokes keep.
 
-    A window that ends at the cursor would start one token later with every key and make the model read everything
-    again.
+    A window of fixed length that ends at the cursor would start one token later with every key, and the model would
+    read everything again.
     """
     if len(text) <= max_chars:
         return text
@@ -338,7 +338,7 @@ def stable_tail(text: str, max_chars: int) -> str:
 
 
 def anchor(prefix: str, most: int) -> int:
-    """Where the lines begin that are shown as the beginning of the middle: one place for many keystrokes."""
+    """Return the line start from which lines follow the suffix; it stays the same for many keystrokes."""
     line = prefix.rfind("\n") + 1
     if len(prefix) <= most:
         return 0
@@ -347,7 +347,7 @@ def anchor(prefix: str, most: int) -> int:
 
 
 def _head(text: str, max_chars: int) -> str:
-    """The first lines of a text within a budget."""
+    """Return the first lines of a text within a budget."""
     if len(text) <= max_chars:
         return text
     cut = text.rfind("\n", 0, max_chars)
@@ -355,7 +355,7 @@ def _head(text: str, max_chars: int) -> str:
 
 
 def _first_kept(sizes: Sequence[int], room: int) -> int:
-    """Of things in a row, the number of the first such that there is room for it and all after it."""
+    """Return the index of the first of the last items that fit a budget together."""
     first = len(sizes)
     while first and sizes[first - 1] <= room:
         first -= 1
@@ -364,7 +364,7 @@ def _first_kept(sizes: Sequence[int], room: int) -> int:
 
 
 class FimAssembler:
-    """Builds prompts in a model's own fill-in-the-middle format.
+    """Makes prompts in a model's fill-in-the-middle format.
 
     Parameters
     ----------
@@ -379,15 +379,13 @@ class FimAssembler:
     prefix_share
         Share of the prefix in them.
     beginnings
-        Lets the model say again what was begun; None, or for a vocabulary that cannot, all of the prefix is shown.
+        Finds begun words, which the answer repeats; None: all of the prefix is in the prompt.
 
     Notes
     -----
-    The suffix does not change while somebody types, but where it stands after the prefix it is read again with every
-    key. So the last lines of the prefix stand after it, as the beginning of the middle: what is typed is then read
-    after what a cache holds. The place where they begin is chosen as in `stable_tail`. A middle that goes on in the
-    middle of a word is nothing that models were trained on, as they were on prefixes which end there; that word is
-    left to healing.
+    A suffix after the prefix would be read again with every key. So the last lines of the prefix follow the suffix, as
+    the beginning of the middle, and what is typed only extends the cached prompt. The place where they begin is chosen
+    as in `stable_tail`. Models are not trained on middles that begin inside a word; the answer repeats that word.
     """
 
     def __init__(
@@ -403,10 +401,10 @@ class FimAssembler:
         self._after = self.window - self._before
 
     def assemble(self, parts: FimParts, n_predict: int, *, heal: bool = True) -> FimPrompt:
-        """Token ids of the prompt that asks for the text between prefix and suffix.
+        """Return the prompt for the text between prefix and suffix.
 
-        Without ``heal`` all of the prefix is in it, before the suffix where that is the format's order. The current
-        line left of the cursor belongs to ``parts.prefix``. Segments are encoded one by one.
+        Without ``heal`` all of the prefix is in it, in the format's order. ``parts.prefix`` ends at the cursor.
+        Segments are encoded one by one.
         """
         v, fmt = self.vocabulary, self.vocabulary.fmt
         prefix_text = stable_tail(parts.prefix, self._before * _CHARS_PER_TOKEN)
@@ -438,7 +436,7 @@ class FimAssembler:
         return FimPrompt(ids, [*extra, *suffix, *prefix, *middle], dropped or cut, begun)
 
     def _divided(self, text: str, heals: bool) -> tuple[list[int], list[int]]:
-        """The text left of the cursor as what stands before the suffix, and after it."""
+        """Divide the text before the cursor into what comes before the suffix, and after it."""
         most = min(_MOST_BEHIND, self._before)
         if heals and not self.vocabulary.fmt.suffix_first:
             at = anchor(text, most)
@@ -448,7 +446,7 @@ class FimAssembler:
         return self._capped(self._encode_lines(text), self._before), []
 
     def _encode_lines(self, text: str) -> list[int]:
-        """Token ids of a text whose last line is being typed: encoded apart, it leaves those above as they were."""
+        """Encode a text whose last line is being typed: apart, so that the tokens of earlier lines stay equal."""
         line = text.rfind("\n") + 1
         return [*self.codec.encode_cached(text[:line]), *self.codec.encode(text[line:])]
 
@@ -460,7 +458,7 @@ class FimAssembler:
         return ids[-(-(len(ids) - limit) // block) * block :]
 
     def _extra(self, chunks: Sequence[ExtraChunk], room: int) -> tuple[list[int], bool]:
-        """Other files in the model's packing, the latest kept when there is no room for all."""
+        """Encode other files in the model's format; the most recent are kept if there is no room for all."""
         v, fmt = self.vocabulary, self.vocabulary.fmt
         too_long = _first_kept([len(chunk.text) for chunk in chunks], room * self.codec.longest)
         packed = [self._packed(chunk) for chunk in chunks[too_long:]]
@@ -474,7 +472,7 @@ class FimAssembler:
         return (head + kept if kept or not fmt.path_inside else kept), first + too_long > 0
 
     def _packed(self, chunk: ExtraChunk) -> list[int]:
-        """A piece of another file as the model's format has it."""
+        """Encode an excerpt of another file in the model's format."""
         name, sep = chunk.filename or UNNAMED_CHUNK, self.vocabulary.sep
         if sep is not None:
             return [sep, *self.codec.encode_cached(f"{name}\n{chunk.text}")]

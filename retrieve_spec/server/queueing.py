@@ -1,8 +1,7 @@
-"""Request queue: it hands tasks to the model's engine, steps it in a thread of its own, and streams what passes bring.
+"""Request queue: runs tasks on the model's engine in a thread of its own, and streams their results.
 
-Which tasks begin and which share a pass is the engine's scheduler's to decide: nobody who types waits for another who
-does, and chats, which stand aside while somebody types, go on together. The queue itself is bounded, answers stale
-keystrokes as superseded instead of late, and lets identical tasks of one scope share one decode.
+The engine's scheduler decides which tasks begin and which share a pass. The queue limits the number of waiting tasks,
+answers outdated keystrokes as superseded, and decodes identical tasks of one scope once.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def _refusal(expected: str, got: str, remedy: str) -> Refusal:
 
 
 class RequestQueue:
-    """Serves tasks on one model, whose engine schedules them.
+    """Runs tasks on one model, whose engine schedules them.
 
     Parameters
     ----------
@@ -41,17 +40,17 @@ class RequestQueue:
     codec
         Its text codec.
     slots
-        Caches kept besides those of tasks under way.
+        Number of caches kept besides those of running tasks.
     cache_bytes
-        Bytes they may take, and bytes that those under way may take where there are several of a kind.
+        Limit of their bytes, and of the bytes of running tasks.
     max_queue
-        Tasks that may wait.
+        Limit of waiting tasks.
     max_begun
-        Tasks that may be under way beside one another, completions at a cursor aside.
+        Limit of running tasks, completions at a cursor not counted.
     share
-        Tasks of one scope that may wait.
+        Limit of waiting tasks of one scope.
     prefill_chunk
-        Tokens of prompts read per pass.
+        Prompt tokens read per pass.
     on_done
         Called with every finished task and its completion, in the queue's thread.
     clock
@@ -93,7 +92,7 @@ class RequestQueue:
         self._thread.start()
 
     def close(self) -> None:
-        """Cancel everything and end the thread."""
+        """Cancel all tasks and end the thread."""
         with self._changed:
             self._closed = True
             for job in self._jobs:
@@ -104,16 +103,16 @@ class RequestQueue:
 
     @property
     def queue_length(self) -> int:
-        """Tasks that wait for their first pass."""
+        """Number of tasks that wait for their first pass."""
         return sum(not job.turn.has_begun for job in list(self._jobs))
 
     @property
     def begun(self) -> int:
-        """Tasks under way."""
+        """Number of running tasks."""
         return sum(job.turn.has_begun for job in list(self._jobs))
 
     def run_when_idle(self, chore: Callable[[], T]) -> Future[T]:
-        """Have the model's thread do something between two passes (attach a store, say)."""
+        """Run a function in the model's thread between two passes (to attach a store, for example)."""
         done: Future[T] = Future()
         with self._changed:
             self._chores.append((chore, done))
@@ -121,9 +120,9 @@ class RequestQueue:
         return done
 
     def forget(self, scope: str) -> int:
-        """Forget all caches of a scope, and what was learned from its text; how many caches there were.
+        """Drop all caches of a scope, and what was learned from its texts; return the number of caches.
 
-        What waits or is under way is answered, but nothing of it is kept. Raises what the backend fails with.
+        Waiting and running tasks are answered, but nothing of them is kept. Raises the backend's error.
         """
 
         def chore() -> int:
@@ -136,20 +135,19 @@ class RequestQueue:
         return self.run_when_idle(chore).result() if self._thread.is_alive() else chore()
 
     def caches(self, scope: str) -> int:
-        """Caches kept of a scope."""
+        """Return the number of caches kept for a scope."""
         return self._pool.count(scope)
 
     def submit(self, task: Task, sink: Sink) -> Callable[[], None]:
-        """Queue a task; what comes of it goes to the sink.
+        """Add a task to the queue; its deltas and completion go to the sink.
 
-        Returns what to call when the client has gone: the work stops after the pass under way unless somebody else
-        waits for it too.
+        Returns a function to call when the client disconnects: the work stops after the current pass, unless another
+        client waits for it.
 
         Raises
         ------
         Refusal
-            503: the queue holds as many tasks as it may, none of them replaceable; or it is ending, or its thread has
-            ended.
+            503: the queue is full of tasks that cannot be replaced, or the server is ending.
         """
         gone: list[Waiter] = []
         fresh = Job(task, sink, self.backend, self.codec, self._pool, self._changed, self._scheduler.clock)
@@ -180,14 +178,14 @@ class RequestQueue:
         return lambda: self._leave(job, waiter)
 
     def _overtaken(self, task: Task) -> bool:
-        """Whether a request that came later replaces this one: large ones take longer to read."""
+        """Whether a task that arrived later replaces this one, whose request took longer to read."""
         waiters = (waiter for job in self._jobs for waiter in job.waiters)
         return any(task.replaced_by(w.task) and w.task.arrived > task.arrived for w in waiters)
 
     def _supersede(self, task: Task, besides: Job | None = None) -> list[Waiter]:
-        """Whoever waits for what the new task replaces, taken out; a job that nobody waits for any more ends.
+        """Remove and return the waiters of tasks that the new task replaces; jobs without waiters end.
 
-        The last one who waits for a job under way hears from the job itself, after the pass it is in.
+        The last waiter of a running job gets its completion from the job, after the current pass.
         """
         gone: list[Waiter] = []
         for job in list(self._jobs):
@@ -204,7 +202,7 @@ class RequestQueue:
         return gone
 
     def _make_room(self, task: Task) -> list[Waiter]:
-        """Take a waiting task out where the queue is full: one that only reads ahead, or an older one of the client."""
+        """If the queue is full, remove a waiting task: one that only reads ahead, or an older one of the client."""
         unbegun = [job for job in self._jobs if not job.turn.has_begun]
         mine = [job for job in unbegun if job.task.scope == task.scope]
         full = len(unbegun) >= self._max_queue
@@ -260,7 +258,7 @@ class RequestQueue:
             self._fail_all(ended)
 
     def go_on(self) -> bool:
-        """One pass and what is to be done before it, for the one thread that has the model; whether there is more."""
+        """Run waiting functions and one pass; return whether there is more to do. Called in the model's thread only."""
         with self._changed:
             chores, self._chores = self._chores, []
             jobs = list(self._jobs)
@@ -275,7 +273,7 @@ class RequestQueue:
         return bool(self._jobs or self._chores)
 
     def _begin(self, jobs: list[Job]) -> list[Job]:
-        """Begin the tasks that the scheduler lets begin; return all that are under way."""
+        """Begin the tasks that the scheduler allows; return all running ones."""
         running = [job for job in jobs if job.turn.has_begun]
         for job in self._scheduler.in_order([job for job in jobs if not job.turn.has_begun]):
             if any(job.copies_from(other) for other in running):
@@ -296,7 +294,7 @@ class RequestQueue:
         return running
 
     def _pass(self, running: list[Job]) -> None:
-        """Let the model run one pass, and tasks take what it brought; what fails in it fails all that shared it."""
+        """Run one pass, and let jobs take its tokens; an error in the pass ends all jobs that share it."""
         if not running:
             return
         with self._failing(*of_lowest_rank(running)):
@@ -308,7 +306,7 @@ class RequestQueue:
                     job.wait()
 
     def _proceed(self, job: Job) -> bool:
-        """Let a task go on after a pass; whether it is over."""
+        """Let a job continue after a pass; return whether it is done."""
         if not job.turn.has_begun:
             self._finish(job, job.done)
             return True
@@ -321,7 +319,7 @@ class RequestQueue:
 
     @contextmanager
     def _failing(self, *jobs: Job) -> Iterator[None]:
-        """What fails within ends these tasks, and is what their clients are told."""
+        """End these jobs with an error raised inside, and report it to their clients."""
         try:
             yield
         except Exception as error:
@@ -330,7 +328,7 @@ class RequestQueue:
                 self._fail(job, error)
 
     def _fail(self, job: Job, error: Exception) -> None:
-        """End a task that failed, and forget all caches: what failed may have been the memory."""
+        """End a job that failed, and drop all caches, because memory may have run out."""
         try:
             job.close(keep=False)
         except Exception:
@@ -345,7 +343,7 @@ class RequestQueue:
     def _finish(self, job: Job, done: Completion) -> None:
         with self._changed:
             if job not in self._jobs:
-                return  # whoever waited has been told
+                return  # its waiters have been informed
             self._jobs.remove(job)
             waiters, job.waiters = job.waiters, []
             job.turn.cancelled = True

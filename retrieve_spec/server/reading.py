@@ -1,4 +1,4 @@
-"""Answers as they come, divided into thoughts, text and calls of tools."""
+"""Divides an answer, as it is generated, into thoughts, text and calls."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from retrieve_spec.server.tools import CallParser, ToolCall
 
 @dataclass(frozen=True, slots=True)
 class ThoughtTags:
-    """How one family of models encloses its thoughts.
+    """How one family of models marks its thoughts.
 
     Attributes
     ----------
     opens, close
-        What a thought begins and ends with.
+        The beginning and end of a thought.
     answers
-        What may stand in front of an answer, in this order.
+        Texts that may precede an answer, in this order.
     """
 
     opens: str
@@ -41,7 +41,7 @@ THOUGHTS = (
 
 
 def without_thoughts(answer: str) -> str:
-    """Return what a model said after its last thought."""
+    """Return a model's text after its last thought."""
     for tags in THOUGHTS:
         answer = answer.rpartition(tags.close)[2]
     return answer
@@ -49,14 +49,14 @@ def without_thoughts(answer: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """What a prompt and its chat template say of thoughts.
+    """Thoughts that may follow a prompt.
 
     Attributes
     ----------
     begun
-        The tags of a thought that the prompt has opened.
+        Tags of a thought that the prompt has opened.
     may_begin
-        Those of the thought with which the answer may begin, as the template expects.
+        Tags of a thought with which the answer may begin, by the template.
     """
 
     begun: ThoughtTags | None = None
@@ -64,9 +64,9 @@ class Thinking:
 
 
 def thinking_after(prompt: str, known: ThoughtTags | None, said: str) -> Thinking:
-    """What is to be thought after a prompt.
+    """Return the thought that may follow a prompt.
 
-    ``known`` are the tags that the template expects, ``said`` is what the model has said already of this answer.
+    ``known`` are the template's tags, ``said`` is the text of this answer so far.
     """
     end = prompt.rstrip()
     begun = next(
@@ -80,9 +80,9 @@ NO_THOUGHTS = Thinking()
 
 
 def after_thoughts(grammar: str, thinking: Thinking, mark: Callable[[str], str]) -> str:
-    """Return a grammar of llguidance (its JSON, or Lark's notation) that begins where the thoughts end.
+    """Return a grammar of llguidance (JSON, or Lark's notation) that begins after the thoughts.
 
-    ``mark`` spells a text in the grammar: as a token where it is one that steers the model.
+    ``mark`` writes a text in the grammar's notation, control tokens as tokens.
     """
     tags = thinking.begun or thinking.may_begin
     if tags is None:
@@ -100,7 +100,7 @@ def after_thoughts(grammar: str, thinking: Thinking, mark: Callable[[str], str])
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """A piece of what a model thinks before it answers."""
+    """A piece of a thought."""
 
     text: str
 
@@ -109,16 +109,16 @@ Said = Thought | str | ToolCall
 
 
 class AnswerReader:
-    """Divides an answer into thoughts, text and calls, the same wherever it is cut into pieces.
+    """Divides an answer into thoughts, text and calls; the result does not depend on how the answer is cut into pieces.
 
-    A thought stands at the beginning, and blanks around it are left out; calls are looked for after it.
+    A thought is only at the beginning, without blanks around it; calls are only looked for after it.
 
     Parameters
     ----------
     begun
-        The tags of a thought that the prompt has opened.
+        Tags of a thought that the prompt has opened.
     calls
-        Finds calls; None where no tools are offered.
+        Finds calls; None if no tools are offered.
     """
 
     def __init__(self, begun: ThoughtTags | None, calls: CallParser | None) -> None:
@@ -129,11 +129,11 @@ class AnswerReader:
         self._thought_told = False
 
     def feed(self, text: str) -> list[Said]:
-        """What became certain with more of the answer."""
+        """Return what is certain with more of the answer."""
         return list(self._certain(text, ended=False))
 
     def finish(self) -> list[Said]:
-        """What was held back, when nothing more comes."""
+        """Return what was held back, at the end of the answer."""
         return list(self._certain("", ended=True))
 
     def _certain(self, text: str, *, ended: bool) -> Iterator[Said]:
@@ -154,7 +154,7 @@ class AnswerReader:
             yield answer
 
     def _begin(self, ended: bool) -> None:
-        """Tell from the first signs whether the answer begins with a thought, or what may stand in front of it."""
+        """Decide by its first characters whether the answer begins with a thought, or with text to skip."""
         first = self._held.lstrip()
         self._tags = next((tags for tags in THOUGHTS if first.startswith((tags.opens, *tags.answers))), None)
         if self._tags is not None and first.startswith(self._tags.opens):
@@ -165,7 +165,7 @@ class AnswerReader:
             self._state = "answer"
 
     def _pass_gap(self, ended: bool) -> None:
-        """Leave out blanks, and what stands in front of an answer, as far as it has come."""
+        """Skip blanks, and the text that may precede an answer."""
         assert self._tags is not None
         for mark in self._tags.answers:
             self._held = self._held.lstrip().removeprefix(mark)
@@ -174,7 +174,7 @@ class AnswerReader:
         self._state = "gap" if not self._held or (may_be_mark and not ended) else "answer"
 
     def _thought(self, ended: bool) -> Iterator[Thought]:
-        """The certain part of a thought, without the blanks around all of it."""
+        """Return the certain part of a thought, without blanks around it."""
         assert self._tags is not None
         close, thought = self._tags.close, self._held
         end = thought.find(close)

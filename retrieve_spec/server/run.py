@@ -38,9 +38,9 @@ log = logging.getLogger("retrieve_spec.server")
 
 _FIRST_TOKEN_S = 0.15
 _WINDOW = 2048
-"""Tokens around a cursor at least, where the model has room for them."""
+"""The least tokens around a cursor, if the model has positions for them."""
 _KEEP_ALIVE_S = 75
-"""Longer than editors idle between keystrokes, so that a request never meets a connection that is being closed."""
+"""Longer than the pauses of editors between keystrokes, so that no request meets a connection being closed."""
 
 
 def build_service(
@@ -54,18 +54,18 @@ def build_service(
     loading: LoadOptions = LoadOptions(),
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Service:
-    """Load a model (as `retrieve_spec.reference_model.load_model` does), and put everything around it.
+    """Load a model with `retrieve_spec.reference_model.load_model`, and build its service.
 
     Parameters
     ----------
     sources
-        What it drafts from.
+        Sources of drafts.
     shared
-        Whether users with keys of their own share the server.
+        Whether users with API keys share the server.
     name
-        How the model is called in answers; None for what `display_name` makes of ``model_name``.
+        Name of the model in answers; None: `display_name` of ``model_name``.
     progress
-        Told what is going on.
+        Called with what is being done.
     """
     progress("loading the weights")
     model, tokenizer = load_model(model_name, **asdict(loading))
@@ -95,7 +95,7 @@ def assemble(
     clock: Callable[[], float] = monotonic,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Service:
-    """Put everything around a loaded model; parameters as in `build_service` and of `Service`."""
+    """Build the service of a loaded model; parameters as for `build_service` and `Service`."""
     given = [open_datastore(store, tokenizer=tokenizer) for store in sources.stores]
     progress("making the model's passes ready; the first start on a machine compiles their kernels")
     accelerate(model, tokenizer, datastores=given, session=sources.session or False)
@@ -138,9 +138,9 @@ def assemble(
 
 
 def _fit(backend: Backend, config: ServeConfig) -> ServeConfig:
-    """How much is shown to the model: what this machine reads in time, and what its caches may hold.
+    """Return the tokens around the cursor that this machine reads in time and that fit the caches.
 
-    While somebody types, the suffix is read anew with every key at worst; the prefix is in a cache.
+    At worst the suffix is read again with every key; the prefix is cached.
     """
     most = config.cache_bytes // backend.token_bytes if backend.token_bytes else backend.n_ctx
     if most < 64:
@@ -172,19 +172,18 @@ def serve(
 ) -> None:
     """Serve until interrupted.
 
-    `names` are models as `named` reads them. The first is loaded now, the others when they are first asked for;
-    datastores and the session's file are the first's, since they hold its tokens.
+    `names` are models in the form of `named`. The first is loaded now, each other one at its first request; datastores
+    and the session's file belong to the first, because they contain its tokens.
 
-    `early` listens already at the address; without it that begins now.
-    `on_listening` is called with the address when nothing is left to be refused and the model is about to be loaded,
-    `on_loaded` when it has been, in the thread that did it.
+    `early` is a listener at the address; without it a new one begins. `on_listening` is called with the address after
+    all checks, before the first model is loaded; `on_loaded` after that, in the loading thread.
 
     Raises
     ------
     ServeError
-        The binding is refused, the address is taken, or keys or workspaces are not as they should be.
+        The address needs a key or is in use, or keys or workspaces are invalid.
     StoreError
-        A datastore is not there or damaged, or the session's file is something else.
+        A datastore is missing or damaged, or the session's file is another kind of file.
     """
     paths = named(names)
     for store in sources.stores:
@@ -220,7 +219,7 @@ def serve(
 
 
 def server_settings(app: Any) -> Any:
-    """How uvicorn serves: nothing in its log but errors, connections that idle a while, heads that come in time."""
+    """Return uvicorn's settings: it logs errors only, keeps idle connections open, and bounds the time of headers."""
     return uvicorn.Config(
         app,
         http=BoundedConnection,
@@ -233,60 +232,60 @@ def server_settings(app: Any) -> Any:
 
 
 HEAD_S = 20.0
-"""Seconds a client may take from the connection, or from a request's first byte, to the end of the headers."""
+"""Seconds from the connection, or a request's first byte, to the end of the headers."""
 HEAD_BYTES = 64 << 10
 _OFFER = frozenset({b"upgrade", b"http2-settings", b"connection"})
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """uvicorn's HTTP connection, with a bound of time and of bytes on what comes before a body.
+    """uvicorn's HTTP connection, with limits of time and bytes for the headers.
 
-    An offer to go on in another protocol, as every Java client makes (`Upgrade: h2c`), is ignored, which HTTP allows.
+    An offer to upgrade the protocol (`Upgrade: h2c` of every Java client) is ignored, which HTTP allows.
     """
 
     _timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the first request."""
+        """Start the timer for the first request."""
         super().connection_made(transport)
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
+        """Stop the timer."""
         self._stop_waiting()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        """A request begins; the first one has been waited for since the connection was made."""
+        """Start the timer for a request; the first one is timed since the connection."""
         self._head_bytes = 0
         if self._timer is None:
             self._wait()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """A part of the address."""
+        """Count bytes of the path."""
         self._count(url)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header."""
+        """Count bytes of a header."""
         self._count(name + value)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is here; the time of a body is bounded where it is read."""
+        """Stop the timer; the body has its own limit."""
         self._stop_waiting()
         if not self.parser.should_upgrade():
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """The request is here; after an offer the parser says so without having read a body."""
+        """End the request; after an offer to upgrade, the parser calls this without having read a body."""
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of requests."""
+        """Read bytes of requests."""
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
@@ -300,14 +299,14 @@ class BoundedConnection(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request received.")
 
     def _head_without_offer(self) -> bytes:
-        """The head that has been read, without what offers another protocol."""
+        """Return the headers without the offer to upgrade."""
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [b"%s: %s" % (name, value) for name, value in self.headers if name not in _OFFER]
         closes = any(name == b"connection" and b"close" in value.lower() for name, value in self.headers)
         return b"\r\n".join([*lines, *([b"connection: close"] if closes else []), b"", b""])
 
     def shutdown(self) -> None:
-        """The server ends, and with it a stream under way; an answer that comes as a whole is still sent."""
+        """End the server's streams; an answer that is not streamed is still sent."""
         super().shutdown()
         cycle = self.cycle
         if cycle is not None and cycle.chunked_encoding and not cycle.response_complete:

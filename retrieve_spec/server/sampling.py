@@ -1,4 +1,4 @@
-"""How tokens are chosen, and what is noted of them: samplers, grammars, texts that were begun, log-probabilities."""
+"""Sampling of a request: filters, penalties, grammars, begun words, log-probabilities."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEFAULT_CHAIN = ("top_k", "top_p", "min_p", "temperature")
 SamplerName = Literal[
     "dry", "top_k", "typ_p", "top_p", "top_n_sigma", "min_p", "temperature", "xtc", "infill", "penalties", "adaptive_p"
 ]
-"""llama.cpp's samplers; those that are not served do nothing unless a field does, which is refused."""
+"""llama.cpp's samplers; unsupported ones have no effect unless their own field is set, which is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +40,24 @@ class Sampling:
     Attributes
     ----------
     temperature, top_k, top_p, min_p
-        The usual filters; ``temperature <= 0``, and a ``top_k`` of 1 or a ``top_p`` of 0 that acts, is greedy.
+        The usual filters; ``temperature <= 0``, and an active ``top_k`` of 1 or ``top_p`` of 0, is greedy.
     chain
-        Names of the filters in order; a filter that is not named does not act. Without ``"temperature"`` the text is
-        drawn at temperature 1 from what the other filters leave.
+        Names of the active filters in order. Without ``"temperature"`` tokens are sampled at temperature 1 from what
+        the other filters leave.
     seed
-        Noise is keyed by it, so that the same request gives the same text.
+        Key of the noise: equal requests with equal seeds give equal text.
     grammar
-        What the text must be (`Grammars`); empty for any.
+        Grammar of the text (`Grammars`); empty for any text.
     begun
-        What the text must begin with (`Beginnings`).
+        Word with which the text must begin (`Beginnings`).
     presence, frequency
-        Taken from the score of every token that was said, once, and as often as it was (OpenAI's penalties).
+        OpenAI's penalties: subtracted from the score of each token in the answer, once, and per occurrence.
     repetition
-        `generate`'s penalty of the tokens of the prompt and the text; 1 is none.
+        `generate`'s penalty for tokens of prompt and answer; 1 is none.
     bias
-        By token, what is added to its score.
+        Added to the score, by token.
     logprobs
-        How many of the most probable tokens each token is noted with; None notes nothing.
+        Number of the most probable tokens to note with each token; None: nothing is noted.
     """
 
     temperature: float = 0.0
@@ -76,12 +76,12 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is always taken."""
+        """Whether the most probable token is always chosen."""
         only_best = ("top_k" in self.chain and self.top_k == 1) or ("top_p" in self.chain and self.top_p <= 0.0)
         return only_best or (self.temperature <= 0.0 and "infill" not in self.chain)
 
     def generate_kwargs(self, infill: Any = None, guides: Sequence[Any] = ()) -> dict[str, Any]:
-        """Arguments of ``generate`` for this choice; ``infill`` makes that processor, ``guides`` come before it."""
+        """Return arguments of ``generate``; ``infill`` makes its processor, ``guides`` come before it."""
         guides = list(guides)
         edits: dict[str, Any] = {"repetition_penalty": self.repetition} if self.repetition != 1.0 else {}
         if self.bias:
@@ -112,7 +112,7 @@ GREEDY = Sampling()
 
 
 def sampling_of(config: Any) -> Sampling:
-    """Return how a model's `generation_config` says that tokens are chosen; greedy where it does not sample."""
+    """Return the sampling of a model's `generation_config`; greedy if it does not sample."""
     if not config.do_sample:
         return GREEDY
     temperature = 1.0 if config.temperature is None else config.temperature
@@ -123,7 +123,7 @@ def sampling_of(config: Any) -> Sampling:
 def infill_survivors(
     candidates: Sequence[tuple[int, float, str]], end_ids: frozenset[int], end_of_text: int
 ) -> list[int]:
-    """Which candidates the infill rule keeps (llama.cpp's sampler of that name, pull requests 9896 and 9924).
+    """Return the candidates that the infill rule keeps (llama.cpp's sampler, pull requests 9896 and 9924).
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ def infill_survivors(
     end_ids
         Tokens that end a completion.
     end_of_text
-        The one kept when no text token is likely enough.
+        The candidate that is kept if no text token is probable enough.
     """
     p_end = sum(p for i, p, _ in candidates if i in end_ids)
     p_text = sum(p for i, p, _ in candidates if i not in end_ids)
@@ -148,7 +148,7 @@ def infill_survivors(
 
 
 def _merge_prefixes(candidates: Sequence[tuple[int, float, str]]) -> list[tuple[int, float]]:
-    """Give the mass of a token to a likelier one when one's text begins the other's."""
+    """Add a token's probability to a more probable one if one's text begins with the other's."""
     p = [candidate[1] for candidate in candidates]
     alive = [True] * len(candidates)
     for i, (_, _, short) in enumerate(candidates):
@@ -164,16 +164,16 @@ def _merge_prefixes(candidates: Sequence[tuple[int, float, str]]) -> list[tuple[
 
 
 class InfillProcessor:
-    """Keeps of each row what the infill rule keeps, other logits become -inf; a `LogitsProcessor` in all but its base.
+    """Sets logits that the infill rule drops to -inf, row by row; has the interface of a `LogitsProcessor`.
 
-    The rule is a pure function of one step's logits, so drafting stays exact under it.
+    The rule is a pure function of one step's logits, so drafts do not change the text.
 
     Parameters
     ----------
     codec, end_ids, end_of_text
-        The text codec of the model; as of `infill_survivors`.
+        Text codec of the model, and parameters of `infill_survivors`.
     top_k, top_p
-        The filters that the rule reads what is left of; a ``top_k`` of 0 is 40.
+        Filters applied before the rule; a ``top_k`` of 0 is 40.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class InfillProcessor:
         self.top_k, self.top_p = top_k or 40, top_p
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """(rows, vocab) scores after texts (rows, n)."""
+        """Process (rows, vocab) scores after texts (rows, n)."""
         top, ids = scores.float().topk(min(self.top_k, scores.shape[-1]), dim=-1)  # (rows, k)
         p = top.softmax(-1)
         before = p.cumsum(-1) - p
@@ -201,30 +201,30 @@ class InfillProcessor:
 
 
 class PenaltyProcessor:
-    """Takes OpenAI's penalties from the scores of tokens after a prompt; a `LogitsProcessor` in all but its base."""
+    """Applies OpenAI's penalties to tokens after a prompt; has the interface of a `LogitsProcessor`."""
 
     def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
         self._presence, self._frequency, self._prompt_length = presence, frequency, prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """(1, vocab) scores after a text (1, n)."""
+        """Process (1, vocab) scores after a text (1, n)."""
         said = torch.bincount(input_ids[0, self._prompt_length :], minlength=scores.shape[-1])[: scores.shape[-1]]
         return scores - self._frequency * said - self._presence * (said > 0)
 
 
 _MOST = 64
-"""Characters of the longest beginning that is said again."""
+"""The longest begun word, in characters."""
 
 
 class Beginnings:
-    """Which tokens agree with a text that has been begun; for vocabularies that spell bytes.
+    """Finds the tokens that agree with a begun word; for vocabularies of bytes.
 
     Attributes
     ----------
     possible
-        Whether the vocabulary spells bytes, so that every text can be said in tokens.
+        Whether the vocabulary has bytes, so that tokens can write every text.
     spelled
-        By token, its bytes; empty where the vocabulary spells something else.
+        Bytes of each token; empty for vocabularies without bytes.
     """
 
     def __init__(self, codec: TextCodec) -> None:
@@ -236,15 +236,15 @@ class Beginnings:
         self.agreeing = lru_cache(maxsize=4096)(self._agreeing)
 
     def of(self, line: str) -> str:
-        """The end of a line that may be the beginning of a token, "" where there is none, or an overlong one.
+        """Return the end of a line that may be the beginning of a token; "" if there is none, or it is too long.
 
-        Tokenizers cut a text into words first, and each word into tokens: that is the last word.
+        Tokenizers cut a text into words, and each word into tokens; it is the last word.
         """
         words = self._split(line[-2 * _MOST :]) if self.possible else []
         return words[-1] if words and len(words[-1]) <= _MOST else ""
 
     def _agreeing(self, rest: bytes) -> tuple[int, ...]:
-        """Tokens whose bytes begin a text, or begin with it."""
+        """Return the tokens whose bytes are a prefix of a text, or begin with it."""
         found: list[int] = []
         for length in range(1, len(rest) + 1):
             at = bisect_left(self._spellings, rest[:length])
@@ -257,18 +257,18 @@ class Beginnings:
         return tuple(found)
 
     def forget(self) -> None:
-        """Drop what is remembered of words that were begun."""
+        """Drop what is remembered of begun words."""
         self.agreeing.cache_clear()
 
 
 class BeginningProcessor:
-    """Makes every token impossible that does not agree with what was begun; a `LogitsProcessor` in all but its base."""
+    """Allows only tokens that agree with the begun word; has the interface of a `LogitsProcessor`."""
 
     def __init__(self, beginnings: Beginnings, begun: str, prompt_length: int) -> None:
         self._beginnings, self._begun, self._prompt_length = beginnings, begun.encode(), prompt_length
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """(1, vocab) scores after a text (1, n)."""
+        """Process (1, vocab) scores after a text (1, n)."""
         if not (rest := self._rest(input_ids[0])):
             return scores
         allowed = torch.tensor(self._beginnings.agreeing(rest), device=scores.device)
@@ -277,11 +277,11 @@ class BeginningProcessor:
         return out
 
     def acts_on(self, ids: Any) -> bool:
-        """Whether what was begun is still to be said after a text (n,)."""
+        """Whether the begun word is not complete after a text (n,)."""
         return bool(self._rest(ids))
 
     def _rest(self, ids: Any) -> bytes:
-        """What of the text is still to be said; every token says a byte or more."""
+        """Return the rest of the begun word; every token has at least one byte."""
         rest, said = self._begun, ids[self._prompt_length :][: len(self._begun)].tolist()
         for token_id in said:
             rest = rest[len(self._beginnings.spelled.get(token_id, rest)) :]
@@ -289,7 +289,7 @@ class BeginningProcessor:
 
 
 def _spelled_bytes(codec: TextCodec) -> dict[int, bytes]:
-    """Bytes of every token that is no control token; empty where the vocabulary spells something else."""
+    """Return the bytes of every token that is no control token; empty for vocabularies without bytes."""
     described = json.loads(codec.plain_description)
     if (described.get("decoder") or {}).get("type") != "ByteLevel":
         return {}
@@ -308,7 +308,7 @@ _LOOKS_AROUND, _ESCAPED = re.compile(r"\(\?<?[=!]|\\[1-9]"), re.compile(r"\\[^1-
 
 
 def _sayable(schema: Any, name: str, left_out: list[str]) -> Any:
-    """A JSON schema without patterns that look around or back, as Zod writes them: no grammar says those."""
+    """Return a JSON schema without patterns that look around or back (as Zod writes), which no grammar can express."""
     if isinstance(schema, list):
         return [_sayable(part, name, left_out) for part in schema]
     if not isinstance(schema, dict):
@@ -333,14 +333,14 @@ class Grammars:
         self._vocabulary = cache(partial(read_vocabulary, tokenizer, sorted(end_ids)))
 
     def of(self, request: Common, thinking: Thinking) -> str:
-        """The grammar of what a request asks for, after its thoughts; empty where it asks for any text.
+        """Return the grammar of a request's answer after its thoughts; empty for any text.
 
-        What of a schema no grammar says is left out of it.
+        Keywords of a schema that no grammar can express are ignored.
 
         Raises
         ------
         Refusal
-            400: the library is not installed, or the schema is none.
+            400: llguidance is not installed, or the schema is invalid.
         """
         schema, name = request.wanted_json()
         if schema is None:
@@ -359,9 +359,9 @@ class Grammars:
         left_out: list[str],
         otherwise: Mapping[str, Any] | None = None,
     ) -> str:
-        """The grammar of calls of functions after the thoughts, given the JSON schemas of their arguments.
+        """Return the grammar of function calls after the thoughts, from the JSON schemas of the arguments.
 
-        In their place there may be JSON under the schema ``otherwise``.
+        JSON under the schema ``otherwise`` is allowed instead, if given.
 
         Raises
         ------
@@ -380,7 +380,7 @@ class Grammars:
         return self._valid(after_thoughts(grammar, thinking, self._mark), "tools", vocabulary, left_out)
 
     def _mark(self, text: str) -> str:
-        """A text in a grammar, with tokens where they steer the model."""
+        """Return a text in a grammar's notation, with control tokens as tokens."""
         parts = filter(None, self._find_added.split(text))
         return " ".join(f"<[{self._added[part]}]>" if part in self._added else json.dumps(part) for part in parts)
 
@@ -392,7 +392,7 @@ class Grammars:
         return grammar
 
     def _read_vocabulary(self, name: str) -> Any:
-        """The tokenizer as llguidance wants it, read once."""
+        """Return the tokenizer in llguidance's form, read once."""
         try:
             import llguidance.hf  # noqa: F401 - it may be there in part
         except ImportError:
@@ -403,17 +403,17 @@ class Grammars:
             raise Refusal(400, f'"{name}" cannot be served with this model: {error}') from error
 
     def processor(self, grammar: str) -> GrammarProcessor:
-        """A ``LogitsProcessor`` for one text."""
+        """Return a ``LogitsProcessor`` for one text."""
         return GrammarProcessor(self._vocabulary(), grammar)
 
 
 _LEAST = -9999.0
-"""What stands for the logarithm of 0, which JSON has no number for, in OpenAI's answers."""
+"""Stands for log 0 in OpenAI's answers, because JSON has no infinity."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogProb:
-    """A token, its log-probability under softmax of the model's own logits, and the most probable ones with theirs."""
+    """A token, its log-probability by the model's own logits, and the most probable tokens with theirs."""
 
     token_id: int
     logprob: float
@@ -421,12 +421,12 @@ class TokenLogProb:
 
 
 class TopLogProbSampler(LogProbSampler):
-    """Chooses what another sampler chooses, and notes it with so many of the most probable tokens.
+    """Chooses by another sampler, and notes each token with the most probable ones.
 
     Attributes
     ----------
     noted
-        By new token.
+        One entry per new token.
     """
 
     def __init__(self, chooser: Sampler, count: int) -> None:
@@ -445,14 +445,14 @@ class TopLogProbSampler(LogProbSampler):
 
 
 class LogProbWriter:
-    """Writes what was noted of tokens.
+    """Formats log-probabilities for answers.
 
     Parameters
     ----------
     codec
         Text codec of the model.
     spelled
-        By token, its bytes, where the vocabulary spells bytes; of others those of their text are told.
+        Bytes of each token; for vocabularies without bytes, those of its text are reported.
     """
 
     def __init__(self, codec: TextCodec, spelled: Mapping[int, bytes]) -> None:
@@ -461,7 +461,7 @@ class LogProbWriter:
         self._text = lru_cache(maxsize=1 << 16)(self._decoded)
 
     def of_chat(self, noted: Sequence[TokenLogProb]) -> dict[str, Any]:
-        """As chat completions have it."""
+        """Return them in the form of chat completions."""
         content = []
         for one in noted:
             told = self._told([(one.token_id, one.logprob), *one.top])
@@ -469,7 +469,7 @@ class LogProbWriter:
         return {"content": content, "refusal": None}
 
     def of_text(self, noted: Sequence[TokenLogProb], offset: int) -> dict[str, Any]:
-        """As text completions have it; ``offset``: characters of the answer in front of these tokens."""
+        """Return them in the form of text completions; ``offset`` counts the characters of the answer before them."""
         told = [self._told([(one.token_id, one.logprob), *one.top]) for one in noted]
         lengths = [len(first["token"]) for first, *_ in told]
         return {
@@ -480,7 +480,7 @@ class LogProbWriter:
         }
 
     def _told(self, tokens: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
-        """Tokens with their texts, as they are after other text, and bytes."""
+        """Return tokens with their texts, as decoded after other text, and bytes."""
         return [
             {
                 "token": self._text(token_id),

@@ -1,7 +1,7 @@
 """Requests as clients send them.
 
-A field of a request is optional unless its dialect demands it. Unknown fields pass. Of what is not served, that which
-would change what the answer means is refused by name; the rest is left out and told of.
+Fields are optional unless their dialect requires them; unknown fields are ignored. Unsupported fields are refused by
+name if ignoring them would change the answer's meaning; others are ignored and reported.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from retrieve_spec.server.tools import referenced
 
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
-"""A list whose first wrong item is the only one that is looked at; thousands would take a fifth of a second."""
+"""A list that is validated up to its first wrong item; thousands of errors would take a fifth of a second."""
 
 Item = Annotated[Any, WithJsonSchema({"type": "object"})]
-"""What stands in a history, of which nothing is refused, whatever it is."""
+"""Parts of a history, which are never refused."""
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-1e9, le=1e9)]
 Count = Annotated[int, Field(ge=-1), AfterValidator(partial(min, 1 << 31))]
-"""Tokens; -1 is as many as fit."""
+"""Number of tokens; -1 means as many as fit."""
 _SEEDS = (1 << 63) - 1
 Seed = Annotated[int, AfterValidator(lambda seed: seed % _SEEDS if seed >= 0 else -1)]
-"""A number of any size; below zero it is none."""
+"""A number of any size; negative means none."""
 Share = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1)]
 Penalty = Annotated[float, Field(allow_inf_nan=False, ge=-2, le=2)]
 Bias = Annotated[float, Field(allow_inf_nan=False, ge=-100, le=100)]
@@ -58,39 +58,39 @@ Stops = Annotated[Items[Text], Field(max_length=256)] | Text | None
 
 
 class Lenient(BaseModel):
-    """What clients send, whatever else stands in it."""
+    """Ignores unknown fields."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
 class Asked(Lenient):
-    """A request, and the model that it means."""
+    """A request that selects a model."""
 
     model: Any = None
 
 
 class Prediction(Lenient):
-    """The text a client expects (OpenAI's predicted outputs), whole or in parts."""
+    """The expected text (OpenAI's predicted outputs), as a string or parts."""
 
     content: Any = None
 
     def as_text(self) -> str:
-        """Its text."""
+        """Return it as a string."""
         return read_content(self.content, "prediction", [])[0]
 
 
 class Refusing(Asked):
-    """A request in which what is not served, but would change what the answer means, is refused by name."""
+    """A request whose unsupported fields are refused by name if ignoring them would change the answer's meaning."""
 
     _refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Further fields that are not served in a dialect, with values that ask for nothing."""
+    """Further unsupported fields of a dialect, with the values that have no effect."""
     _asks: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Likewise, of fields that are left out."""
+    """The same for fields that are ignored."""
     _left_out: list[str] = PrivateAttr(default_factory=list)
 
     @property
     def left_out(self) -> list[str]:
-        """The names of what the client asks for and does not get."""
+        """Names of the fields that are ignored."""
         return self._left_out
 
     @model_validator(mode="wrap")
@@ -109,24 +109,24 @@ class Refusing(Asked):
 
     @classmethod
     def _translated(cls, fields: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
-        """Return the fields of a request as its schema has them, and add the names of what is left out to the list."""
+        """Return a request's fields as its schema has them; add the names of ignored ones to the list."""
         return fields
 
 
 class Speculating(Refusing):
-    """Fields of this server's own, which every dialect takes."""
+    """Fields of this server that every dialect accepts."""
 
     prediction: Prediction | None = None
     speculative: StrictBool | None = Field(None, description="False decodes plainly; the text is the same.")
     deadline_ms: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | None = None
 
     def own_fields(self) -> dict[str, Any]:
-        """These fields, for a translation."""
+        """Return these fields, for a translation."""
         return self.model_dump(include=set(Speculating.model_fields) - set(Refusing.model_fields))
 
 
 class SamplingOptions(Lenient):
-    """How tokens are chosen, and when to stop."""
+    """Sampling and stop rules."""
 
     temperature: Number | None = None
     top_k: Count | None = None
@@ -137,9 +137,9 @@ class SamplingOptions(Lenient):
 
 
 class Common(SamplingOptions, Speculating):
-    """Fields of every dialect that asks for text.
+    """Fields of every request for text.
 
-    All texts of a request that has been read have line feeds, whatever ends the lines of the document it is about.
+    After validation all its texts have LF as line ends, whatever the document has.
     """
 
     _newline: str = PrivateAttr("\n")
@@ -157,7 +157,7 @@ class Common(SamplingOptions, Speculating):
     user: Any = None
 
     def written(self, text: str) -> str:
-        """A text, or a part of one, with the line ends of the document."""
+        """Return a text, or a part of one, with the document's line ends."""
         return text if self._newline == "\n" else text.replace("\r", "").replace("\n", self._newline)
 
     @model_validator(mode="wrap")
@@ -171,20 +171,20 @@ class Common(SamplingOptions, Speculating):
 
     @classmethod
     def _line_end(cls, fields: dict[str, Any]) -> str:
-        """How the lines of the document end."""
+        """Return the line end of the document."""
         return line_end(*_texts([fields.get(name) for name in ("input_prefix", "prompt", "input_suffix", "suffix")]))
 
     def wanted_json(self) -> tuple[dict[str, Any] | None, str]:
-        """The schema of the JSON that is asked for, None for any text, and the field that asks for it."""
+        """Return the JSON schema of the answer (None for any text), and the field that asks for it."""
         return None, ""
 
     def wanted_logprobs(self) -> int | None:
-        """How many of the most probable tokens each token is to come with; None without log-probabilities."""
+        """Return how many of the most probable tokens to list with each token; None for no log-probabilities."""
         return None
 
 
 class ExtraChunk(Lenient):
-    """A piece of another file (`input_extra`); `time` comes in several shapes and is not read."""
+    """An excerpt of another file (`input_extra`); `time` has several formats and is not read."""
 
     text: Text
     filename: Text | None = None
@@ -207,12 +207,12 @@ class CompletionRequest(Common):
     json_schema: dict[str, Any] | None = None
 
     def wanted_json(self) -> tuple[dict[str, Any] | None, str]:
-        """The schema of the JSON that is asked for; an empty one asks for nothing."""
+        """Return the JSON schema of the answer; an empty one has no effect."""
         return self.json_schema or None, "json_schema"
 
 
 class StreamOptions(Lenient):
-    """What a stream carries besides text."""
+    """What a stream contains besides text."""
 
     include_usage: StrictBool | None = None
 
@@ -225,7 +225,7 @@ class NamedSchema(Lenient):
 
 
 class ResponseFormat(Lenient):
-    """What an answer is to be: any text, a JSON object, or JSON under a schema (for llama.cpp beside the type)."""
+    """Format of an answer: any text, a JSON object, or JSON under a schema (llama.cpp has it beside the type)."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -251,7 +251,7 @@ class OpenAIOptions(Common):
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024)] | None = None
 
     def wanted_json(self) -> tuple[dict[str, Any] | None, str]:
-        """The schema of the JSON that is asked for, None for any text, and the field that asks for it."""
+        """Return the JSON schema of the answer (None for any text), and the field that asks for it."""
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
             return None, ""
@@ -268,7 +268,7 @@ class OpenAICompletionRequest(OpenAIOptions):
     echo: StrictBool | None = None
 
     def wanted_logprobs(self) -> int | None:
-        """How many of the most probable tokens each token is to come with; None without log-probabilities."""
+        """Return how many of the most probable tokens to list with each token; None for no log-probabilities."""
         return None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
 
     @model_validator(mode="after")
@@ -279,20 +279,20 @@ class OpenAICompletionRequest(OpenAIOptions):
 
 
 class _Whole(BaseModel):
-    """What is handed to chat templates with all that a client says of it."""
+    """Passed to chat templates with all fields that a client sends."""
 
     model_config = ConfigDict(extra="allow")
 
 
 def of_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments; where that is a definition, as Pydantic's of a recursive model is, this."""
+    """Return the schema of arguments, with a reference at its top resolved (Pydantic's recursive models have one)."""
     others = dict(parameters)
     definition = referenced(str(others.pop("$ref", "")), others)
     return {**others, **definition} if isinstance(definition, dict) else parameters
 
 
 class Function(_Whole):
-    """What a model may call: its name, what it does, and the JSON schema of its arguments."""
+    """A function that the model may call: name, description, JSON schema of the arguments."""
 
     name: FunctionName
     description: Text | None = None
@@ -301,7 +301,7 @@ class Function(_Whole):
     @field_validator("parameters", mode="before")
     @classmethod
     def _without_what_says_nothing(cls, given: Any) -> Any:
-        """What is null or empty there, as Go and PHP spell what is not set, is left out."""
+        """Drop null and empty fields, which Go and PHP send for unset ones."""
         if isinstance(given, dict):
             unset = {"type": "", "properties": [], "required": {}}
             return {key: value for key, value in given.items() if value is not None and value != unset.get(key)}
@@ -310,7 +310,7 @@ class Function(_Whole):
     @field_validator("parameters")
     @classmethod
     def _describe_an_object(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Refuse what is no JSON schema of arguments."""
+        """Raise an error unless this is a JSON schema of arguments."""
         schema = of_arguments(given or {})
         kinds = schema.get("type", "object")
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
@@ -321,14 +321,14 @@ class Function(_Whole):
 
 
 class Tool(_Whole):
-    """A function with its type, the only one that is offered."""
+    """A tool; only functions are offered."""
 
     type: Literal["function"]
     function: Function
 
 
 def is_tool(fields: Mapping[str, Any]) -> bool:
-    """Whether a function can be offered."""
+    """Whether it is a function that can be offered."""
     try:
         Tool.model_validate(fields)
     except ValidationError:
@@ -337,7 +337,7 @@ def is_tool(fields: Mapping[str, Any]) -> bool:
 
 
 class Conversation(Refusing):
-    """Messages, and how they become a prompt."""
+    """Messages, tools and options of the prompt."""
 
     messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
     tools: Items[Tool] | None = None
@@ -369,26 +369,26 @@ class Conversation(Refusing):
 
     @property
     def offered(self) -> dict[str, Tool]:
-        """The tools that may be called, by name."""
+        """Functions that may be called, by name."""
         return {} if self.tool_choice == "none" else {tool.function.name: tool for tool in self.tools or ()}
 
     @property
     def argument_schemas(self) -> dict[str, dict[str, Any]]:
-        """The JSON schemas of what the tools that may be called are given, by name."""
+        """JSON schemas of the arguments of functions that may be called, by name."""
         return {name: of_arguments(tool.function.parameters or {}) for name, tool in self.offered.items()}
 
     @property
     def named(self) -> str | None:
-        """The one function that must be called."""
+        """Name of the one function that must be called."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that may be called, as a chat template reads them."""
+        """Functions that may be called, in the form that chat templates read."""
         return [tool.model_dump(exclude_unset=True) for tool in self.offered.values()]
 
     def rendering(self) -> dict[str, Any]:
-        """Arguments of `apply_chat_template`: variables of the template's own, and what stands at the end."""
+        """Return arguments of `apply_chat_template`: the template's own variables, and how the prompt ends."""
         last, begins = self.messages[-1], self.add_generation_prompt
         begun = last["role"] == "assistant" and not ("tool_calls" in last or begins)
         goes_on = begun if self.continue_final_message is None else self.continue_final_message
@@ -400,7 +400,7 @@ class Conversation(Refusing):
         }
 
     def _thinking(self) -> dict[str, Any]:
-        """Variables by which chat templates know whether, and how much, to think."""
+        """Return the variables that tell chat templates whether, and how much, to think."""
         effort, thinks = self.reasoning_effort, self.enable_thinking
         if thinks is None and effort is not None:
             thinks = effort != "none"
@@ -424,7 +424,7 @@ class Conversation(Refusing):
 
 
 def _thinking_wanted(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What a request says of thoughts in an object, as OpenRouter's and others' clients do, in our fields."""
+    """Return the fields about thinking, from the objects in which OpenRouter's and other clients send them."""
     reasoning, thinking = fields.get("reasoning"), fields.get("thinking")
     wanted: dict[str, Any] = {}
     if isinstance(reasoning, dict) and isinstance(reasoning.get("effort"), str):
@@ -453,7 +453,7 @@ class ChatRequest(Conversation, OpenAIOptions):
     )
 
     def wanted_logprobs(self) -> int | None:
-        """How many of the most probable tokens each token is to come with; None without log-probabilities."""
+        """Return how many of the most probable tokens to list with each token; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
@@ -547,16 +547,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # what this server had once
     "provenance": (False,),
 }
-"""Values with which a field asks for nothing; None, "", [] and {} always do."""
+"""Values with which a field has no effect; None, "", [] and {} never have one."""
 
 
 _ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
 def unserved(fields: Mapping[str, Any], served: Collection[str], also: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """Names of the fields of a request that ask for what is not served.
+    """Return the names of unsupported fields that would have an effect.
 
-    ``served`` are the fields of the dialect, ``also`` further ones that it has and that are not served.
+    ``served`` are the supported fields of the dialect, ``also`` further unsupported ones.
     """
     kept = {name: neutral for name, neutral in _NEUTRAL.items() if name not in served}
     kept.update(also)
@@ -570,7 +570,7 @@ def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a JSON value."""
+    """Yield all strings in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):

@@ -1,4 +1,4 @@
-"""Service: a client's request, in whatever dialect, becomes a task for the queue; what editors show is remembered."""
+"""Service of a model: turns requests of any dialect into tasks of the queue, and remembers what editors send."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ _FIM_TOKENS = 128
 _FIM_WINDOW = 2048
 _MAX_SEED = (1 << 63) - 1
 _SETTLED_EVERY = 1024
-"""Tokens after which a cache that cannot be cut is copied, of a prompt that has few."""
+"""Tokens after which a cache that cannot be cut is copied, for a prompt with few such places."""
 _NEXT_SEED = 0x9E3779B97F4A7C15
-"""Seeds of further samples are this far apart, so that those of neighbouring seeds are others."""
+"""Distance between the seeds of samples, so that samples of neighbouring seeds differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,13 @@ class Caller:
     Attributes
     ----------
     scope
-        The user, by their API key: what the server keeps of one is never seen by another.
+        The user, by API key; what is kept for one user is never used for another.
     client
-        The key under which newer requests replace older ones.
+        Newer requests of a client replace older ones.
     explicit
-        Whether the client said so itself.
+        Whether the client sent an id itself.
     arrived
-        When the request came in.
+        Time of the request.
     """
 
     scope: str = ""
@@ -84,7 +84,7 @@ class Caller:
 
 @dataclass(slots=True)
 class PreparedTask:
-    """A task and what its answer needs."""
+    """A task, and what its answer needs."""
 
     task: Task
     truncated: bool = False
@@ -92,7 +92,7 @@ class PreparedTask:
     reader: Callable[[], AnswerReader] | None = None
 
     def samples(self, count: int) -> list[PreparedTask]:
-        """Return the task `count` times, each with a seed of its own; none replaces another."""
+        """Return the task `count` times, each with its own seed; none replaces another."""
         if count == 1:
             return [self]
         task, sampling = self.task, self.task.sampling
@@ -102,24 +102,24 @@ class PreparedTask:
 
 _READ_TEXTS = 20_000
 _ENCODED_AT_ONCE = 200_000
-"""Characters for the drafter's memory that are encoded with one request."""
+"""The most characters encoded for the drafter's memory with one request."""
 
 
 class Memory:
-    """What one user's editors have shown.
+    """Texts that one user's editors have sent.
 
     Parameters
     ----------
     codec
         Text codec of the model, with a cache of the user's own texts.
     assembler
-        Builds fill-in-the-middle prompts, None for a model that cannot infill.
+        Makes fill-in-the-middle prompts, None for a model that cannot infill.
     scope
-        Whose memory it is.
+        The user.
     session_tokens
-        Bound of the drafter's own memory of chunks, buffers and completions.
+        Limit of the drafter's memory of excerpts, buffers and completions.
     open_session
-        Gives that memory, where the model's answers in it are kept for later; None keeps it here.
+        Opens that memory in the session's file; None: it is in this process.
     """
 
     def __init__(
@@ -142,9 +142,9 @@ class Memory:
         self._encoded, self._read = deque[NDArray[np.int32]](), set[int]()
 
     def note(self, texts: Iterable[str]) -> None:
-        """Encode texts for the drafter's memory, each once: open files, and pieces that came with a request.
+        """Encode texts for the drafter's memory, each once: open files, and excerpts in a request.
 
-        Not for the model's thread. Of very many a part is encoded, and the others when they come again.
+        Not for the model's thread. Of very many texts only some are encoded, the others when they are sent again.
         """
         room, read, encoded = _ENCODED_AT_ONCE, self._read, self._encoded  # dropped where all is forgotten meanwhile
         for text in (text[:_ENCODED_AT_ONCE] for text in texts):
@@ -166,24 +166,24 @@ class Memory:
         self.codec.forget()
 
     def contents(self) -> dict[str, int]:
-        """What there is to forget: how much of each kind."""
+        """Return how much of each kind of text is kept."""
         with self._lock:
             return {"session_tokens": len(self._drafted()), "encodings": self.codec.cached}
 
     def hints(self, context_ids: Sequence[int], expected: Sequence[int] = ()) -> Callable[[], DraftHints]:
-        """What to draft a completion from; called in the model's thread when the work begins.
+        """Return sources of drafts for a completion; the result is called in the model's thread when the work begins.
 
-        ``context_ids`` are what the model was shown, the text left of the cursor last.
+        ``context_ids`` are the texts in the prompt, the text before the cursor last.
         """
         return lambda: DraftHints(True, tuple(expected), tuple(context_ids), self._session_now(), self.scope)
 
     def _drafted(self) -> SessionMemory:
-        """The drafter's memory, wherever it is kept."""
+        """The drafter's memory, in this process or in the session's file."""
         opened = None if self._opened is None else self._opened()
         return self._session if opened is None else opened
 
     def _session_now(self) -> SessionMemory:
-        """The drafter's memory with everything read so far; for the model's thread only."""
+        """Return the drafter's memory with all noted texts; for the model's thread only."""
         with self._lock:
             encoded, session = self._encoded, self._drafted()
         while encoded:
@@ -192,13 +192,13 @@ class Memory:
 
 
 def settled_before(end: int) -> range:
-    """Where a prompt of so many tokens is likely to part from another: eight places at most, the same for both."""
+    """Return where a prompt is likely to differ from others: at most eight places, the same for similar lengths."""
     every = _SETTLED_EVERY << (end // (8 * _SETTLED_EVERY)).bit_length()
     return range(every, end, every)
 
 
 class Service:
-    """The parts of one server: model, formats, memory, queue.
+    """A model with everything that serves it: formats, memory, queue.
 
     Parameters
     ----------
@@ -207,22 +207,22 @@ class Service:
     tokenizer
         Its tokenizer.
     name
-        How the model is called in answers.
+        Name of the model in answers.
     config
         Limits.
     workspace
-        Opened folders, if any.
+        Open folders, or None.
     shared
-        Several users with keys of their own share the server: none may fill the queue, or forget for the others.
+        Whether users with API keys share the server: then none may fill the queue or delete the workspace.
     drafters
-        The model's, where the answers of their sessions are kept in a file.
+        The model's drafters, if their sessions are kept in a file.
     metrics
-        Counters that several models share; None for counters of its own.
+        Counters that several models share; None makes new ones.
     generation_config
-        The model's: which tokens end an answer, besides the tokenizer's, and how tokens of a chat are chosen whose
-        request does not say. None for a model without one.
+        The model's: further tokens that end an answer, and the default sampling of chats. None for a model without
+        one.
     clock
-        The queue's seconds.
+        Clock of the queue, in seconds.
 
     Attributes
     ----------
@@ -272,7 +272,7 @@ class Service:
         self._shared, self._drafters = shared, drafters
         self.metrics.queues.add(self.queue)
         self.memory = lru_cache(_USERS)(self._open_memory)
-        """What the editors of one user have shown, none of which another sees; of so many users, the latest."""
+        """Texts of each user's editors, kept apart; only those of the latest users."""
         self.prompts = Prompts(self.codec, self.fim, backend.n_ctx)
 
     def _open_memory(self, scope: str) -> Memory:
@@ -289,13 +289,13 @@ class Service:
         )
 
     def start(self) -> None:
-        """Begin to answer, and to read the workspace."""
+        """Start the queue, and read the workspace."""
         self.queue.start()
         if self.workspace is not None:
             self.workspace.start()
 
     def close(self) -> None:
-        """End the workspace and the queue; what was answered is kept for later, where it is to be."""
+        """Close the workspace and the queue; write the session's file, if there is one."""
         if self.workspace is not None:
             self.workspace.close()
         self.queue.close()
@@ -304,15 +304,15 @@ class Service:
 
     @property
     def family(self) -> str | None:
-        """How the model spells fill-in-the-middle, None where it cannot."""
+        """Name of the model's fill-in-the-middle format, None if it has none."""
         return self.fim.fmt.family if self.fim else None
 
     def meta(self) -> dict[str, Any]:
-        """What lists of models say of this one."""
+        """Return what lists of models say of this one."""
         return {"n_ctx": self.backend.n_ctx, "n_vocab": self.backend_vocabulary, "fim": self.family}
 
     def state(self) -> dict[str, Any]:
-        """What is served, and what it drafts from."""
+        """Return the model's status, and what it drafts from."""
         body = {
             "status": "ok",
             "model": self.name,
@@ -324,7 +324,7 @@ class Service:
         return body if self.workspace is None else {**body, "workspace": self.workspace.state()}
 
     def kept(self, scope: str) -> dict[str, Any]:
-        """What there is to forget of one user, and of the workspace where it is theirs alone."""
+        """Return what is kept for one user, and the workspace."""
         kept: dict[str, Any] = {**self.memory(scope).contents(), "caches": self.queue.caches(scope)}
         if self.workspace is not None:
             kept["workspace"] = {
@@ -335,12 +335,12 @@ class Service:
         return kept
 
     def forget(self, scope: str = "") -> dict[str, Any]:
-        """Drop all that is kept of one user, and of the workspace unless others share it; what there was.
+        """Delete all that is kept for one user, and the workspace unless keys share it; return what there was.
 
         Raises
         ------
         Refusal
-            500: it still stands in a file that cannot be written.
+            500: the session's file cannot be written, so it still has the answers.
         """
         kept = self.kept(scope)
         self.memory(scope).forget()
@@ -360,7 +360,7 @@ class Service:
         return kept
 
     def infill(self, request: InfillRequest, caller: Caller) -> PreparedTask:
-        """A task for the text between prefix and suffix.
+        """Return the task for the text between prefix and suffix.
 
         Raises
         ------
@@ -374,7 +374,7 @@ class Service:
         return self.fill(parts, request, caller, wanted)
 
     def fill(self, parts: FimParts, request: Common, caller: Caller, wanted: int) -> PreparedTask:
-        """A task for the text between two texts."""
+        """Return the task for the text between two texts."""
         memory = self.memory(caller.scope)
         if memory.assembler is None:
             raise Refusal(501, self.no_fim(), "not_supported_error")
@@ -396,7 +396,7 @@ class Service:
         return PreparedTask(task, prompt.truncated, len(expected))
 
     def chat(self, request: ChatRequest, caller: Caller, wanted: int) -> PreparedTask:
-        """A task for the model's next turn in a conversation."""
+        """Return the task for the model's next turn in a conversation."""
         prompt = self.prompts.chat(request)
         edit = find_edit(request.messages[-1]["content"])
         prepared = self.raw(prompt.token_ids, request, caller, wanted, prompt.thinking, edit)
@@ -424,14 +424,14 @@ class Service:
         thinking: Thinking = NO_THOUGHTS,
         edit: Edit | None = None,
     ) -> PreparedTask:
-        """A task for what follows a prompt; one that marks a cursor is treated as typing.
+        """Return the task for the continuation of a prompt; one with a cursor in it counts as typing.
 
-        An excerpt that is to be edited is what is expected, where the request does not say what else is.
+        If the prompt asks to edit an excerpt and the request has no prediction, the excerpt becomes the prediction.
 
         Raises
         ------
         Refusal
-            501: it is spelled in a fill-in-the-middle format that the model does not know; 400: it does not fit.
+            501: it has a fill-in-the-middle format that the model does not know; 400: it does not fit.
         """
         if isinstance(prompt, str) and unknown_format(self.codec, prompt):
             own = f"Its own is {self.fim.fmt.family}'s: ask with a suffix." if self.fim else self.no_fim()
@@ -463,7 +463,7 @@ class Service:
         return PreparedTask(task, predicted_tokens=len(expected))
 
     def no_fim(self) -> str:
-        """Why the model cannot infill and which can."""
+        """Return why the model cannot infill, and which models can."""
         return (
             "Infill is not supported by this model: its vocabulary lacks fill-in-the-middle tokens of a known family. "
             "Use a base code model trained on fill-in-the-middle (Qwen2.5-Coder, StarCoder2, DeepSeek-Coder, "
@@ -482,7 +482,7 @@ class Service:
         begun: str = "",
         thinking: Thinking = NO_THOUGHTS,
     ) -> Task:
-        """What is asked of the queue; ``document`` is the text at whose end somebody types, None where nobody does."""
+        """Return the task; ``document`` is the text before the cursor, None if the request is not about typing."""
         late, typing = request.t_max_predict_ms, document is not None
         words, stop_ids = self._stops(request)
         return Task(
@@ -510,14 +510,14 @@ class Service:
         )
 
     def _deadline(self, request: Common) -> float | None:
-        """Seconds of work after which an answer ends, None for no end."""
+        """Return the seconds of work after which an answer ends, None for no limit."""
         if request.deadline_ms is not None:
             return request.deadline_ms / 1000
         typed = self.config.infill_deadline_s if isinstance(request, InfillRequest) else None
         return self.config.deadline_s or typed
 
     def _sampling(self, request: Common, thinking: Thinking) -> Sampling:
-        """How tokens are chosen; without a seed every answer is another sample."""
+        """Return the sampling of a request; without a seed every answer is another sample."""
         unsaid = isinstance(request, ChatRequest) and request.temperature is None and request.samplers is None
         default = self.chat_sampling if unsaid else GREEDY
         seed = request.seed if request.seed is not None and request.seed >= 0 else secrets.randbelow(_MAX_SEED)
@@ -536,7 +536,7 @@ class Service:
         return replace(sampling, seed=0) if sampling.greedy else sampling
 
     def _penalized(self, sampling: Sampling, request: OpenAIOptions) -> Sampling:
-        """Return the sampling with the penalties and biases of a request."""
+        """Return the sampling with a request's penalties and biases."""
         bias = tuple(sorted((request.logit_bias or {}).items()))
         if bias and bias[-1][0] >= self.backend_vocabulary:
             raise Refusal(400, f'"logit_bias": token ids must be below {self.backend_vocabulary}')
@@ -549,7 +549,7 @@ class Service:
         )
 
     def _grammar(self, request: Common, thinking: Thinking) -> str:
-        """What the answer must be after its thoughts: JSON, or calls of tools; empty for any text."""
+        """Return the grammar of the answer after its thoughts: JSON or calls; empty for any text."""
         if not isinstance(request, ChatRequest) or not request.offered:
             return self.grammars.of(request, thinking)
         schemas, fmt = request.argument_schemas, self._tool_format()
@@ -575,13 +575,13 @@ class Service:
         )
 
     def _tool_format(self) -> ToolFormat | None:
-        """How the model writes calls; None where nobody knows."""
+        """Return the model's call format, None if it is unknown."""
         if not self.prompts.template.traits.tools:
             return HERMES
         return find_tool_format(self.prompts.template.text, self.config.tool_format)
 
     def _stops(self, request: Common) -> tuple[tuple[str, ...], frozenset[int]]:
-        """Stop strings; one that spells a control token can only be seen as a token."""
+        """Return stop strings and stop tokens; a stop string that is a control token becomes its id."""
         given = [request.stop] if isinstance(request.stop, str) else request.stop or []
         words, ids = [], set()
         for stop in given:

@@ -1,4 +1,4 @@
-"""Source text and token ids: encoding through which no text can smuggle control tokens, and decoding."""
+"""Text and token ids: an encoding in which no text can contain control tokens, and decoding."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tokenizers import Encoding, Tokenizer
 from retrieve_spec.generation.streams import TextDecoder
 
 _CONTROL = re.compile(r"^[▁\s]*[<\[].*[>\]]$", re.DOTALL)
-"""What an added token that steers a model looks like; runs of blanks, which some vocabularies add, do not."""
+"""Form of added tokens that are control tokens; runs of blanks, which some vocabularies add, are not."""
 _SENTINEL = "\n"
 _REMEMBERED, _LARGE = 128, 65_536
-"""Texts whose encoding is remembered, and characters that such a text has at most."""
+"""The most texts whose encoding is cached, and the most characters of such a text."""
 _LONG = 4096
-"""Longer texts are encoded as a batch of one: other threads go on meanwhile."""
+"""Longer texts are encoded by the batch call, which lets other threads run."""
 
 
 def line_end(*texts: str) -> str:
-    """How most lines of a document, given in parts, end: ``"\\r\\n"`` or ``"\\n"``."""
+    """Return the most frequent line end of a document given in parts: ``"\r\n"`` or ``"\n"``."""
     ends = sum(text.count("\r\n") for text in texts)
     return "\r\n" if 0 < sum(text.count("\n") for text in texts) <= 2 * ends else "\n"
 
 
 def with_texts(value: Any, change: Callable[[str], str], keys: bool = False) -> Any:
-    """A text, or a JSON value, with every text in it changed; of objects the `keys`, too, if they are to be."""
+    """Return a JSON value with a function applied to every string, with `keys` also to the keys of objects."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -43,12 +43,12 @@ def with_texts(value: Any, change: Callable[[str], str], keys: bool = False) -> 
 
 
 def with_line_feeds(value: Any) -> Any:
-    """A text, or a JSON value with texts in it, whose lines end in line feeds: what models and drafters are shown."""
+    """Return a JSON value whose strings have LF as line ends, as models and drafters read them."""
     return with_texts(value, lambda text: text.replace("\r\n", "\n"))
 
 
 def any_of(texts: Collection[str]) -> re.Pattern[str]:
-    """What finds the longest of some texts; vocabularies have a thousand, few of which begin like anything."""
+    """Return an expression that finds the longest of some texts; it first tests the few different first characters."""
     by_start = dict[str, list[str]]()
     for text in sorted(filter(None, texts), key=len, reverse=True):
         by_start.setdefault(text[:3], []).append(re.escape(text[3:]))
@@ -58,15 +58,15 @@ def any_of(texts: Collection[str]) -> re.Pattern[str]:
 
 
 def _is_control(token: dict[str, Any]) -> bool:
-    """Whether an added token steers the model, instead of standing for text."""
+    """Whether an added token is a control token, not text."""
     return bool(token["special"] or _CONTROL.match(token["content"]))
 
 
 class TextCodec:
-    """The two ways a server reads text, and the one way it writes it, by a tokenizer with a Rust backend.
+    """Encodes and decodes text with a tokenizer that has a Rust backend.
 
-    Code is encoded by a copy of the tokenizer whose control tokens were removed, so that a file which contains the
-    characters ``<|fim_suffix|>`` yields ordinary tokens. Only `encode_prompt` understands control tokens.
+    Code is encoded by a copy of the tokenizer without control tokens, so that ``<|fim_suffix|>`` in a file gives
+    ordinary tokens. Only `encode_prompt` has control tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -75,7 +75,7 @@ class TextCodec:
         added = described.get("added_tokens") or []
         described["added_tokens"] = [token for token in added if not _is_control(token)]
         self.controls = any_of([token["content"] for token in added if _is_control(token)])
-        """Finds control tokens that are spelled in a text."""
+        """Finds control tokens in a text."""
         described["post_processor"] = None
         described["truncation"] = described["padding"] = None
         self.plain_description = json.dumps(described)
@@ -83,65 +83,65 @@ class TextCodec:
         self._full: Tokenizer = tokenizer.backend_tokenizer
         self.vocab: dict[str, int] = tokenizer.get_vocab()
         self.longest = max(map(len, self.vocab))
-        """Characters of the longest token: a text has at least as many tokens as this goes into its length."""
+        """Characters of the longest token; a text of n characters has at least n / this many tokens."""
         self._guard = self._sentinel_ids()
         self.forget()
 
     def forget(self) -> None:
-        """Drop what is remembered of texts that were encoded."""
+        """Empty the cache of encodings."""
         self._remembered = lru_cache(_REMEMBERED)(self.encode)
 
     def apart(self) -> TextCodec:
-        """Return a copy with an empty memory of its own."""
+        """Return a copy with an empty cache of its own."""
         other = copy.copy(self)
         other.forget()
         return other
 
     @property
     def cached(self) -> int:
-        """Texts whose encoding is remembered."""
+        """Number of cached encodings."""
         return self._remembered.cache_info().currsize
 
     def _sentinel_ids(self) -> list[int]:
-        """Ids to strip where the tokenizer puts a blank before a text, so that a segment starts as written."""
+        """Return the ids to remove if the tokenizer adds a blank before a text, so that a segment starts as written."""
         whole = self._plain.encode("a", add_special_tokens=False).tokens
         return self._plain.encode(_SENTINEL, add_special_tokens=False).ids if whole and whole[0].startswith("▁") else []
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a piece of code; control tokens in it are ordinary characters."""
+        """Encode code; control tokens in it are ordinary characters."""
         if not text:
             return []
         ids = _encoding(self._plain, _SENTINEL + text if self._guard else text).ids
         return list(ids[len(self._guard) :])
 
     def split(self, text: str) -> list[str]:
-        """The words that a text is cut into before each is cut into tokens; none where the tokenizer does not tell."""
+        """Return the words into which the pre-tokenizer cuts a text; none if the tokenizer has no pre-tokenizer."""
         words = self._plain.pre_tokenizer
         return [text[start:end] for _, (start, end) in words.pre_tokenize_str(text)] if words else []
 
     def encode_cached(self, text: str) -> list[int]:
-        """`encode`, remembering recent texts (chunks of other files come with every request)."""
+        """Encode with a cache of recent texts (excerpts of other files come with every request)."""
         return self._remembered(text) if len(text) <= _LARGE else self.encode(text)
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a raw prompt, control tokens spelled in it included (the OpenAI dialects need that)."""
+        """Encode a raw prompt, in which control tokens are control tokens (OpenAI's dialects need that)."""
         return list(_encoding(self._full, text, add_special_tokens).ids)
 
     def token_id(self, spelling: str) -> int | None:
-        """Id of a text that is exactly one entry of the vocabulary."""
+        """Return the id of a text that is exactly one entry of the vocabulary."""
         return self.vocab.get(spelling)
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Text of a run of tokens."""
+        """Decode token ids."""
         return self._full.decode(list(token_ids), skip_special_tokens=skip_special)
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Text of each token on its own."""
+        """Decode each token on its own."""
         return self._full.decode_batch([[i] for i in token_ids], skip_special_tokens=False)
 
 
 def _encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> Encoding:
-    """Encoding of one text; while a long one is encoded other threads go on, which only the batch call allows."""
+    """Encode one text; a long one by the batch call, which lets other threads run."""
     if len(text) < _LONG:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
@@ -151,14 +151,14 @@ StopType = Literal["none", "eos", "limit", "word"]
 
 
 class HiddenText:
-    """Control tokens that are spelled in what people and tools say: hidden from a template, and encoded as text.
+    """Control tokens that users and tools write: hidden from a template, then encoded as text.
 
     Parameters
     ----------
     codec
         Text codec of the model.
     kept_in_answers
-        Those that stay what they are where the model said them, for its template to find.
+        Control tokens that are not hidden in the model's own messages, because the template looks for them.
     """
 
     def __init__(self, codec: TextCodec, kept_in_answers: Sequence[str] = ()) -> None:
@@ -167,11 +167,11 @@ class HiddenText:
         self._spelled: list[str] = []
 
     def of(self, value: Any) -> Any:
-        """Return a JSON value without them, in keys and in texts."""
+        """Return a JSON value with them hidden, in keys and strings."""
         return with_texts(value, lambda text: self._codec.controls.sub(self._placeholder, text), keys=True)
 
     def of_turns(self, turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the turns of a conversation without them."""
+        """Return the turns of a conversation with them hidden."""
         return [
             {**self.of(turn), "content": self._codec.controls.sub(self._in_an_answer, turn["content"])}
             if turn["role"] == "assistant"
@@ -187,7 +187,7 @@ class HiddenText:
         return f"{self._mark}n{len(self._spelled) - 1}n"
 
     def encoded(self, prompt: str) -> list[int]:
-        """Return the token ids of what a template made of it, in which only its own control tokens are such."""
+        """Encode a rendered prompt; only the template's own control tokens become control tokens."""
         if not self._spelled:
             return self._codec.encode_prompt(prompt, add_special_tokens=False)
         ids, read = list[int](), ""
@@ -208,17 +208,17 @@ class StopRules:
     Attributes
     ----------
     max_tokens
-        Tokens at most; -1 for no limit but the context.
+        Limit of tokens; -1: the context is the limit.
     end_ids
         Tokens that end the text and are not part of it.
     words
         Strings that end the text and are not part of it.
     min_indent
-        A line indented less ends the text (0: off). The line's own characters are cut, its indentation stays.
+        A line with less indentation ends the text (0: off). Its characters are cut, its indentation is kept.
     newline_after_s
         Seconds after the first token from which the next newline ends the text (None: off).
     begun
-        What the tokens say first and the client has already: no part of the text, nor are its tokens counted.
+        Begun word that the answer repeats; it is no part of the text, and its tokens are not counted.
     """
 
     max_tokens: int = -1
@@ -230,14 +230,14 @@ class StopRules:
 
 
 class StopWord:
-    """One stop string, and how much of it the text ends with (Knuth, Morris and Pratt, 1977).
+    """A stop string, matched incrementally (Knuth, Morris and Pratt, 1977).
 
-    What a mismatch falls back to is worked out as far as the text has matched: a long string costs what is read of it.
+    The failure function is computed as far as the text has matched, so a long stop string costs only that much.
 
     Attributes
     ----------
     matched
-        Characters of its beginning that the text ends with.
+        Number of its first characters that the text ends with.
     """
 
     def __init__(self, word: str) -> None:
@@ -245,7 +245,7 @@ class StopWord:
         self._falls = [0]  # by characters matched less one, those that still match one character later
 
     def read(self, piece: str) -> int:
-        """Read more of the text; how much of the piece it takes for the whole string to stand there, else -1."""
+        """Read more text; return how many of its characters complete the stop string, or -1."""
         for count, letter in enumerate(piece, 1):
             self.matched = self._after(letter, self.matched)
             if self.matched == len(self.word):
@@ -275,11 +275,11 @@ class StopScanner:
     Attributes
     ----------
     token_ids
-        Tokens read, but for one that ended the text.
+        Tokens read, without one that ended the text.
     shown_ids
-        The same without those that say what was begun; one that says more is encoded anew without it.
+        The same without the begun word; a token that continues it is encoded again without it.
     shown
-        Characters of the text that were visible.
+        Number of characters that were returned by `visible`.
     """
 
     def __init__(self, codec: TextCodec, rules: StopRules, clock: Callable[[], float] = monotonic) -> None:
@@ -308,11 +308,11 @@ class StopScanner:
 
     @property
     def counted(self) -> int:
-        """Tokens that said something new, of which there may be `max_tokens`."""
+        """Number of tokens that count towards `max_tokens`."""
         return len(self.token_ids) - self._unseen
 
     def push(self, token_ids: Sequence[int]) -> int:
-        """Read accepted tokens up to the one that ends the completion; returns how many were read."""
+        """Read accepted tokens up to the one that ends the completion; return how many were read."""
         now = self._clock()
         if self._first_token_at is None:
             self._first_token_at = now
@@ -329,13 +329,13 @@ class StopScanner:
         return len(token_ids)
 
     def finish(self) -> None:
-        """No further token comes: release what was held back, but for half a character, whose rest was to follow."""
+        """Release what was held back at the end, except for half a character whose rest is missing."""
         if not self.stopped:
             self._flush(whole=False)
             self._words.clear()
 
     def visible(self) -> str:
-        """Text that became certain since the last call; what could still become a stop string is held back."""
+        """Return the text that is certain since the last call; the beginning of a stop string is held back."""
         held = 0 if self.stopped else max((watched.matched for watched in self._words), default=0)
         end = len(self.text) - held
         fresh = self.text[self.shown : end] if end > self.shown else ""
@@ -348,13 +348,13 @@ class StopScanner:
             self._flush(whole=stop_type == "eos")
 
     def _flush(self, *, whole: bool) -> None:
-        """Take what was held back for the end of a character; half of one only where the model ended there itself."""
+        """Release the bytes of an incomplete character; only if the model itself ended there."""
         rest = self._decoder.flush() if whole else self._decoder.flush().rstrip("\ufffd")
         self.text += rest[self._begun :]
         self._begun -= min(self._begun, len(rest))
 
     def _without_begun(self, token_id: int, piece: str) -> str:
-        """The text of a token without what the client has of it already; its tokens are those that are shown."""
+        """Return a token's text without the begun word, and note the tokens that are shown."""
         known = min(self._begun, len(piece))
         fresh, self._begun = piece[known:], self._begun - known
         if self._begun or (known and not fresh):
@@ -385,7 +385,7 @@ class StopScanner:
         return True
 
     def _cut_at_indent(self, before: int) -> bool:
-        """End the text in front of the first sign of a line that is indented too little; its blanks stay."""
+        """End the text before the first character of a line that is indented too little; its indentation stays."""
         if self._outdented is None:
             return False
         found = self._outdented.search(self.text, max(0, self.text.rfind("\n", 0, before)))

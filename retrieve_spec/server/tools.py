@@ -1,7 +1,7 @@
-"""Calls of tools: how models write them, found in an answer as it comes, and grammars that let nothing else through.
+"""Tool calls: finds them in an answer as it is generated, and makes grammars that allow calls only.
 
-transformers reads answers by a tokenizer's `response_template`. That does not do here: there a call that is none is an
-error and its text is lost, an argument that spells the closing tag ends the call, and few tokenizers have a template.
+transformers parses answers by a tokenizer's `response_template`. This is not used, because few tokenizers have one, an
+invalid call is an error there and its text is lost, and a closing tag inside an argument ends the call.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from retrieve_spec.server.call_formats import HERMES, Tags, ToolFormat
 
 
 def with_tools_told(turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation as a template without tools can show it.
+    """Return a conversation for a template without tools.
 
-    The system message tells of them and how to call one; calls stand in what the assistant says, what came of them in
-    what the user says.
+    The system message describes the tools and how to call them. Calls become text of the assistant, results text of the
+    user.
     """
     told = list[dict[str, Any]]()
     for turn in turns:
@@ -52,7 +52,7 @@ def with_tools_told(turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that a model calls, and what it gives it."""
+    """A call: function and arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -61,24 +61,24 @@ class ToolCall:
 Said = str | ToolCall
 _DECODER = json.JSONDecoder()
 LENIENT = {"lenient": True, "coerce_one_of": True}
-"""Options of llguidance: what it does not know of a schema is left out, and `oneOf` is `anyOf`."""
+"""Options of llguidance: unknown keywords of a schema are ignored, and `oneOf` is treated as `anyOf`."""
 _BLANKS = {"x-guidance": {"whitespace_pattern": " ?", **LENIENT}}
 _PYTHON = {"True": True, "False": False, "None": None}
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class CallParser:
-    """Divides an answer into text and calls, the same wherever it is cut into pieces.
+    """Divides an answer into text and calls; the result does not depend on how the answer is cut into pieces.
 
-    What may become a call is held back until it is one, or cannot become one any more and is text. Blanks in front of a
-    call, and after one at the end, are left out.
+    A possible call is held back until it is complete, or cannot become a call any more and is text. Blanks before a
+    call, and after one at the end, are dropped.
 
     Parameters
     ----------
     fmt
         How the model writes calls.
     schemas
-        By function that may be called, the JSON schema of its arguments; what names another function is text.
+        JSON schemas of the arguments, by function; calls of other functions are text.
     """
 
     def __init__(self, fmt: ToolFormat, schemas: Mapping[str, Any]) -> None:
@@ -98,12 +98,12 @@ class CallParser:
         self._called = False  # nothing but blanks has been said since a call
 
     def feed(self, text: str) -> list[Said]:
-        """What became certain with more of the answer."""
+        """Return what is certain with more of the answer."""
         self._held += text
         return list(self._certain(ended=False))
 
     def finish(self) -> list[Said]:
-        """What was held back, when nothing more comes."""
+        """Return what was held back, at the end of the answer."""
         return list(self._certain(ended=True))
 
     def _certain(self, *, ended: bool) -> Iterator[Said]:
@@ -125,7 +125,7 @@ class CallParser:
                 self._bare, self._called = self._fmt.bare, True
 
     def _text_length(self, ended: bool) -> int:
-        """How much of what is held is text, but for blanks in front of what is or may be a call; where that begins."""
+        """Return how much of the buffer is text, without blanks before a possible call, and where that call begins."""
         if self._called and self._fmt.section_end and self._awaits_section_end(ended):
             return 0
         held = self._held
@@ -145,7 +145,7 @@ class CallParser:
         return count
 
     def _awaits_section_end(self, ended: bool) -> bool:
-        """Leave out what stands after the last call; whether more is to come of what may be that."""
+        """Remove the end of the section after the last call; return whether it may be incomplete."""
         rest, end = self._held.lstrip(), self._fmt.section_end
         if rest.startswith(end):
             self._held = rest[len(end) :]
@@ -158,7 +158,7 @@ class CallParser:
             yield text
 
     def _read(self, ended: bool) -> tuple[list[ToolCall], str]:
-        """What the call that has begun calls, and what stands after it; errors are those of `_read_json`."""
+        """Return the call that has begun, and the text after it; raises the errors of `_read_json`."""
         fmt, name = self._fmt, ""
         begun = self._held[self._at :]
         mark = self._mark.match(begun)
@@ -183,7 +183,7 @@ class CallParser:
         return calls, rest
 
     def _read_tagged(self, body: str) -> tuple[Any, int]:
-        """A function's name and arguments, and where they end; errors are those of `_read_json`."""
+        """Return a function's name and arguments in tags, and where they end; raises the errors of `_read_json`."""
         assert self._fmt.tags is not None
         found = _complete(self._tagged.match(body, partial=True), body)
         name, edge = found["name"], self._fmt.tags.value_close.partition("<")[0]
@@ -192,9 +192,14 @@ class CallParser:
         return {"name": name, "arguments": arguments}, found.end()
 
     def _call(self, value: Any) -> ToolCall:
-        """A call as JSON has it; a `ValueError` where it is none.
+        """Return a call in the form of chats.
 
-        Small models spell the arguments as a text of JSON, and leave out those of a function that takes none.
+        Small models write arguments as a string of JSON, and leave them out for a function without any.
+
+        Raises
+        ------
+        ValueError
+            It is no call.
         """
         called = value if isinstance(value, dict) else {}
         name, arguments = called.get(self._fmt.function), called.get("arguments", called.get("parameters"))
@@ -209,12 +214,12 @@ class CallParser:
 
 
 def _unsure(text: str) -> json.JSONDecodeError:
-    """What is raised where more than this text may make something of it."""
+    """Return the error for a text that may still become complete."""
     return json.JSONDecodeError("more is to come", text, len(text))
 
 
 def _complete(found: regex.Match[str] | None, text: str) -> regex.Match[str]:
-    """A whole match; errors are those of `_read_json`."""
+    """Return a complete match; raises the errors of `_read_json`."""
     if found is None:
         raise ValueError
     if found.partial:
@@ -223,18 +228,18 @@ def _complete(found: regex.Match[str] | None, text: str) -> regex.Match[str]:
 
 
 def _beginning(fmt: ToolFormat) -> regex.Pattern[str]:
-    """What finds the beginning of a call, with that of a section where one stands in front."""
+    """Return an expression for the beginning of a call, with that of its section if there is one."""
     section = rf"(?:{regex.escape(fmt.section)}\s*)?" if fmt.section else ""
     return regex.compile(section + "|".join(filter(None, (regex.escape(fmt.opens), fmt.also))))
 
 
 def _any_of(names: Collection[str]) -> str:
-    """An expression for the longest of some names."""
+    """Return an expression for the longest of some names."""
     return "|".join(map(regex.escape, sorted(names, key=len, reverse=True)))
 
 
 def _named_call(fmt: ToolFormat, names: Collection[str]) -> regex.Pattern[str] | None:
-    """What finds the name of a function that stands in front of its arguments, after the beginning of a call."""
+    """Return an expression for a function's name before its arguments, after the beginning of a call."""
     if not fmt.names_apart:
         return None
     name = _any_of(names)
@@ -243,26 +248,26 @@ def _named_call(fmt: ToolFormat, names: Collection[str]) -> regex.Pattern[str] |
 
 
 def _read_json(body: str) -> tuple[Any, int]:
-    """What stands at the beginning of a text, and where it ends.
+    """Return the JSON value at the beginning of a text, and where it ends.
 
     Raises
     ------
     json.JSONDecodeError
-        More may make something of it.
+        The text may still become complete.
     ValueError
-        Nothing can.
+        It cannot.
     """
     pydantic_core.from_json(body or "{", allow_partial=True, allow_inf_nan=False)
     return _DECODER.raw_decode(body)
 
 
 class QuotedReader:
-    """Reads JSON whose keys have no quotes, and whose texts stand between marks of their own.
+    """Reads JSON with unquoted keys and strings between special marks.
 
     Parameters
     ----------
     quote
-        The mark.
+        The mark around strings.
     """
 
     def __init__(self, quote: str) -> None:
@@ -274,7 +279,7 @@ class QuotedReader:
         )
 
     def read(self, body: str) -> tuple[Any, int]:
-        """An object, and where it ends; errors are those of `_read_json`."""
+        """Return an object, and where it ends; raises the errors of `_read_json`."""
         if body and not body.startswith("{"):
             raise ValueError
         spelled, depth = list[str](), 0
@@ -310,7 +315,7 @@ _BRACKETED = regex.compile(
 
 
 def _read_python(body: str) -> tuple[Any, int]:
-    """A list of calls in Python's syntax, and where it ends; errors are those of `_read_json`."""
+    """Return a list of calls in Python's syntax, and where it ends; raises the errors of `_read_json`."""
     if body and not body.startswith("["):
         raise ValueError
     found = _complete(_BRACKETED.match(body or "[", partial=True), body)
@@ -333,7 +338,7 @@ def _python_call(node: ast.expr) -> dict[str, Any]:
 
 
 def _python_value(node: ast.expr) -> Any:
-    """A value as JSON has it, spelled as in Python or as in JSON."""
+    """Return a value in Python's or JSON's syntax as JSON."""
     if isinstance(node, ast.List | ast.Tuple):
         return list(map(_python_value, node.elts))
     if isinstance(node, ast.Dict):
@@ -348,7 +353,7 @@ def _python_value(node: ast.expr) -> Any:
 
 
 def _tagged_call(tags: Tags, close: str, names: Collection[str]) -> regex.Pattern[str]:
-    """What finds the name and the arguments of a call; a value ends where another argument, or none, follows."""
+    """Return an expression for a call's name and arguments; a value ends before another argument or the end."""
 
     def spelled(text: str, group: str = "") -> str:
         parts = [r"\s*".join(map(regex.escape, part.strip("\n").split("\n"))) for part in text.split("{}")]
@@ -366,7 +371,7 @@ def _tagged_call(tags: Tags, close: str, names: Collection[str]) -> regex.Patter
 
 
 def referenced(path: str, root: Any) -> Any:
-    """What a reference within a schema names; None where there is nothing."""
+    """Return what a reference within a schema points to, None if it is missing."""
     part = root
     for name in path.removeprefix("#/").split("/"):
         part = part.get(name) if isinstance(part, dict) else None
@@ -374,7 +379,7 @@ def referenced(path: str, root: Any) -> Any:
 
 
 def _cases(schema: Any, argument: str) -> list[dict[str, Any]]:
-    """The schemas one of which an argument is under: unions taken apart, every reference followed once."""
+    """Return the alternatives of an argument's schema: unions are split, every reference is followed once."""
     try:
         waiting = [schema["properties"][argument]]
     except (KeyError, TypeError):
@@ -394,7 +399,7 @@ def _cases(schema: Any, argument: str) -> list[dict[str, Any]]:
 
 
 def _listed(case: dict[str, Any]) -> list[Any] | None:
-    """All values under a schema, where it lists them."""
+    """Return all values that a schema allows, if it lists them."""
     if "const" in case:
         return [case["const"]]
     if isinstance(values := case.get("enum"), list):
@@ -403,13 +408,13 @@ def _listed(case: dict[str, Any]) -> list[Any] | None:
 
 
 def _all_listed(cases: list[dict[str, Any]]) -> list[Any]:
-    """All that an argument may be, where each of its schemas lists that."""
+    """Return all values of an argument, if each of its schemas lists them."""
     listed = [_listed(case) for case in cases]
     return [] if None in listed else [value for values in listed for value in values or ()]
 
 
 def _may_be(kind: str, case: dict[str, Any]) -> bool:
-    """Whether a schema takes values of a kind that JSON knows."""
+    """Whether a schema allows a JSON type."""
     kinds = case.get("type")
     if kinds is None and kind == "string":
         return any(isinstance(value, str) for value in _listed(case) or ())
@@ -417,7 +422,7 @@ def _may_be(kind: str, case: dict[str, Any]) -> bool:
 
 
 def _value(text: str, schema: Any, argument: str) -> Any:
-    """What stands between tags: a string, or else what it is in JSON, or in Python, as templates show such values."""
+    """Return the value between tags: a string if the schema says so, else JSON or Python, as templates show values."""
     cases, said = _cases(schema, argument), text.strip()
     listed = _all_listed(cases)
     is_null = said in ("null", "None") and any(_may_be("null", case) for case in cases)
@@ -430,18 +435,18 @@ def _value(text: str, schema: Any, argument: str) -> Any:
 
 
 def calls_grammar(fmt: ToolFormat, schemas: Mapping[str, Any], mark: Callable[[str], str], *, several: bool) -> str:
-    """A grammar of llguidance (Lark's notation) for one call or more, and nothing besides.
+    """Return a grammar of llguidance (Lark's notation) for one call or more, without other text.
 
     Parameters
     ----------
     fmt
         How the model writes calls.
     schemas
-        By function, the JSON schema of its arguments.
+        JSON schemas of the arguments, by function.
     mark
-        Spells a text in the grammar: as a token where it is one that steers the model.
+        Writes a text in the grammar's notation, control tokens as tokens.
     several
-        Whether there may be more than one call, where the format has a way to say that.
+        Whether more than one call is allowed, if the format can express it.
     """
     rules = []
     for number, (name, schema) in enumerate(schemas.items()):
@@ -463,7 +468,7 @@ def calls_grammar(fmt: ToolFormat, schemas: Mapping[str, Any], mark: Callable[[s
 def _call_rules(
     call: str, name: str, schema: Mapping[str, Any], fmt: ToolFormat, mark: Callable[[str], str]
 ) -> list[str]:
-    """Rules for a call of one function."""
+    """Return the rules for a call of one function."""
     if fmt.tags is not None:
         return _tagged_rules(call, name, schema, fmt.tags, mark)
     if fmt.quote or fmt.python:
@@ -481,7 +486,7 @@ def _call_rules(
 
 
 def _value_rule(value: str, schema: Mapping[str, Any], key: str, spell: Callable[[Any], str]) -> str:
-    """The rule of an argument's value that is listed, or JSON; "" for a text of any kind."""
+    """Return the rule of an argument's value: listed values or JSON; "" for any text."""
     given, cases = schema["properties"][key], _cases(schema, key)
     if listed := _all_listed(cases):
         return f"{value}: {' | '.join(map(spell, listed))}"
@@ -497,7 +502,7 @@ def _value_rule(value: str, schema: Mapping[str, Any], key: str, spell: Callable
 def _keyword_rules(
     call: str, name: str, schema: Mapping[str, Any], fmt: ToolFormat, mark: Callable[[str], str]
 ) -> list[str]:
-    """Rules for a call whose arguments stand after their names: those that are required first, in their order."""
+    """Return the rules for a call with named arguments: required ones first, in their order."""
     begin, equals, end = ("(", "=", ")") if fmt.python else ("{", ":", "}")
     quote = mark(fmt.quote) if fmt.quote else ""
     needed, others, rules = list[str](), list[str](), list[str]()
@@ -523,7 +528,7 @@ def _keyword_rules(
 
 
 def _tagged_rules(call: str, name: str, schema: Mapping[str, Any], tags: Tags, mark: Callable[[str], str]) -> list[str]:
-    """Rules for a call whose arguments stand in tags, in the order of the schema."""
+    """Return the rules for a call with arguments in tags, in the schema's order."""
 
     required = schema.get("required", ())
 

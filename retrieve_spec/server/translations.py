@@ -1,4 +1,4 @@
-"""Anthropic's messages and OpenAI's responses: translations of requests to chats, and of what is said back."""
+"""Anthropic's messages and OpenAI's responses: translations of requests to chats, and of the answers back."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _REASONS = {"eos": "end_turn", "word": "stop_sequence"}
 
 
 class ToolChoice(Lenient):
-    """Which tools are to be called."""
+    """Which tools must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
@@ -56,20 +56,20 @@ class ToolChoice(Lenient):
 
 
 class ThinkingOptions(Lenient):
-    """Whether the model is to think first."""
+    """Whether the model thinks first."""
 
     type: Text
 
 
 class OutputFormat(Lenient):
-    """What the answer is to be."""
+    """Format of the answer."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputOptions(Lenient):
-    """What the answer is to be, and how much effort it is worth."""
+    """Format of the answer, and effort."""
 
     format: OutputFormat | None = None
     effort: Text | None = None
@@ -94,7 +94,7 @@ class CountRequest(Speculating):
         Raises
         ------
         Refusal
-            400: it is none.
+            400: it is invalid.
         """
         left_out, choice, output = list(self.left_out), self.tool_choice, self.output_config or OutputOptions()
         head = [{"role": "system", "content": self.system}] if self.system else []
@@ -116,12 +116,12 @@ class CountRequest(Speculating):
 
 
 def as_chat(fields: dict[str, Any], left_out: list[str]) -> ChatRequest:
-    """Return a chat that tells of what was left out in its translation, too.
+    """Return a chat that also names the fields ignored in its translation.
 
     Raises
     ------
     Refusal
-        400: it is none.
+        400: it is invalid.
     """
     chat = checked(ChatRequest, fields)
     chat.left_out[:0] = left_out
@@ -139,7 +139,7 @@ class MessagesRequest(CountRequest):
     top_k: Count | None = None
 
     def as_chat(self, **fields: Any) -> ChatRequest:
-        """As above."""
+        """Return the request as a chat request."""
         own = self.model_dump(include={"max_tokens", "stream", "temperature", "top_p", "top_k"})
         return super().as_chat(**own, stop=self.stop_sequences, **fields)
 
@@ -163,7 +163,7 @@ class MessageAnswer(ItemizedAnswer):
         }
 
     def whole(self, finished: Sequence[Completion]) -> dict[str, Any]:
-        """The message."""
+        """Return the message."""
         (done,) = finished
         thought, text, calls = self._spoken(done)
         content: Events = [_thinking(thought)] if thought else []
@@ -172,11 +172,11 @@ class MessageAnswer(ItemizedAnswer):
         return {**self._head, "content": content, **self._ended(done), "usage": _usage(done)}
 
     def delta(self, delta: Delta, index: int) -> Events:
-        """Events for what one pass made certain; the first has how much of the prompt was in a cache."""
+        """Return the events for the new text of one pass; the first has the number of cached tokens."""
         return [*self._start(delta.cached_tokens), *super().delta(delta, index)]
 
     def end(self, done: Completion, index: int) -> Events:
-        """Events at the end."""
+        """Return the events at the end."""
         return [*self._start(done.cached_tokens), *super().end(done, index)]
 
     def _start(self, cached: int) -> Events:
@@ -215,13 +215,13 @@ class MessageAnswer(ItemizedAnswer):
         return {"type": f"content_block_{what}", "index": self._number, **fields}
 
     def _ended(self, done: Completion) -> dict[str, Any]:
-        """Why a completion ended."""
+        """Return the `stop_reason` of a completion."""
         if finish_reason(done, called=bool(self._calls[0])) == "tool_calls":
             return {"stop_reason": "tool_use", "stop_sequence": None}
         return {"stop_reason": _REASONS.get(done.stop_type, "max_tokens"), "stop_sequence": done.stopping_word or None}
 
     def failure(self, error: str) -> dict[str, Any]:
-        """The event of a text that failed."""
+        """Return the event for a text that failed."""
         return {"type": "error", "error": {"type": "api_error", "message": error}}
 
 
@@ -230,12 +230,12 @@ def _tool_use(call: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _thinking(text: str) -> dict[str, Any]:
-    """A thought, without the signature by which Anthropic knows its own."""
+    """Return a thought, without Anthropic's signature."""
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
 def _usage(done: Completion) -> dict[str, int]:
-    """Token counts; what was in a cache is no input there."""
+    """Count tokens; cached tokens are not input tokens in this dialect."""
     return {
         "input_tokens": done.prompt_tokens - done.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -246,13 +246,13 @@ def _usage(done: Completion) -> dict[str, int]:
 
 @router.post("/v1/messages", responses=ANSWERS)
 async def messages(body: MessagesRequest, request: Request, service: Meant) -> Response:
-    """The next message of a conversation (Anthropic's dialect)."""
+    """Complete a conversation (Anthropic's dialect)."""
     return await converse(service, request, body.as_chat(), MessageAnswer)
 
 
 @router.post("/v1/messages/count_tokens", responses=ANSWERS)
 async def count(body: CountRequest, request: Request, service: Meant) -> Response:
-    """How many tokens a conversation has as a prompt."""
+    """Count the tokens of a conversation's prompt."""
     chat = body.as_chat()
     prompt = await asyncio.to_thread(service.prompts.chat, chat)
     told = left_out_header(request, chat.left_out)
@@ -260,13 +260,13 @@ async def count(body: CountRequest, request: Request, service: Meant) -> Respons
 
 
 class TextOptions(Lenient):
-    """What the text is to be."""
+    """Format of the text."""
 
     format: ResponseFormat | None = None
 
 
 class ReasoningOptions(Lenient):
-    """How much the model is to think."""
+    """How much the model thinks."""
 
     effort: Text | None = None
 
@@ -304,7 +304,7 @@ class ResponsesRequest(Speculating):
         Raises
         ------
         Refusal
-            400: it is none.
+            400: it is invalid.
         """
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         left_out = list(self.left_out)
@@ -324,7 +324,7 @@ class ResponsesRequest(Speculating):
         return as_chat(fields, left_out)
 
     def _choice(self) -> Any:
-        """Which tools are to be called, as in a chat."""
+        """Return the tool choice in the form of chats."""
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
             return {"type": "function", "function": {"name": self._offered(choice)}}
@@ -334,18 +334,18 @@ class ResponsesRequest(Speculating):
         return choice
 
     def _offered(self, tool: dict[str, Any]) -> str:
-        """The name under which a function is offered."""
+        """Return the name under which a function is offered."""
         namespace, name = tool.get("namespace"), str(tool.get("name"))
         return self._names.get((namespace if isinstance(namespace, str) else None, name), name)
 
     def named(self, offered: str) -> dict[str, str]:
-        """The name of a function that is offered, with the namespace in which its client knows it."""
+        """Return a function's own name, with the namespace in which the client knows it."""
         found = next((place for place, name in self._names.items() if name == offered), (None, offered))
         return {"name": found[1], **({} if found[0] is None else {"namespace": found[0]})}
 
 
 class ResponseAnswer(ItemizedAnswer):
-    """A response; its items are messages and calls."""
+    """A response; its items are messages, thoughts and calls."""
 
     def __init__(
         self, service: Service, chat: ChatRequest, prepared: Sequence[PreparedTask], request: ResponsesRequest
@@ -356,7 +356,7 @@ class ResponseAnswer(ItemizedAnswer):
         self._head = _head(service, request)
 
     def whole(self, finished: Sequence[Completion]) -> dict[str, Any]:
-        """The response: that of its stream's last event."""
+        """Return the response, which is also in the last event of its stream."""
         (done,) = finished
         self.delta(Delta(done.text, ()), 0)
         response: dict[str, Any] = self.end(done, 0)[-1]["response"]
@@ -383,7 +383,7 @@ class ResponseAnswer(ItemizedAnswer):
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
     def begin(self, index: int) -> Events:
-        """Events before any text."""
+        """Return the events before any text."""
         return [
             self._event("response.created", response=self._head),
             self._event("response.in_progress", response=self._head),
@@ -439,17 +439,17 @@ class ResponseAnswer(ItemizedAnswer):
         return self._event(f"response.output_item.{what}", output_index=len(self._output) - 1, item=item)
 
     def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """An event about the last item."""
+        """Return an event about the last item."""
         place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
         return self._event(f"response.{kind}", **place, **fields)
 
     def failure(self, error: str) -> dict[str, Any]:
-        """The event of a text that failed."""
+        """Return the event for a text that failed."""
         return self._event("response.failed", response=_failed(self._head, "server_error", error))
 
 
 def _head(service: Service, request: ResponsesRequest) -> dict[str, Any]:
-    """A response that has just begun."""
+    """Return a response that has just begun."""
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
@@ -474,32 +474,32 @@ def _head(service: Service, request: ResponsesRequest) -> dict[str, Any]:
 
 
 def _failed(head: dict[str, Any], code: str, message: str) -> dict[str, Any]:
-    """A response of which nothing came."""
+    """Return a response that failed."""
     return {**head, "status": "failed", "error": {"code": code, "message": message}}
 
 
 async def _too_long(head: dict[str, Any], refusal: TooLong) -> AsyncGenerator[bytes, None]:
-    """The stream of a response whose prompt does not fit: clients know it, and shorten it, by an event alone."""
+    """Return the stream for a prompt that does not fit; clients shorten the prompt only after this event."""
     yield event({"type": "response.created", "sequence_number": 0, "response": head})
     failed = _failed(head, TooLong.code, refusal.told)
     yield event({"type": "response.failed", "sequence_number": 1, "response": failed})
 
 
 def _message() -> dict[str, Any]:
-    """A message that has just begun."""
+    """Return a message that has just begun."""
     head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": "in_progress"}
     return {**head, "content": [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]}
 
 
 def _reasoning() -> dict[str, Any]:
-    """A thought that has just begun."""
+    """Return a thought that has just begun."""
     head = {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "status": "in_progress", "summary": []}
     return {**head, "content": [{"type": "reasoning_text", "text": ""}], "encrypted_content": None}
 
 
 @router.post("/v1/responses", responses=ANSWERS)
 async def responses(body: ResponsesRequest, request: Request, service: Meant) -> Response:
-    """What the model answers (OpenAI's responses)."""
+    """Complete a conversation (OpenAI's responses)."""
     try:
         return await converse(service, request, body.as_chat(), partial(ResponseAnswer, request=body))
     except TooLong as refusal:

@@ -1,9 +1,9 @@
-"""Workspace: the text of opened folders as a datastore, which follows them when they change.
+"""Workspace: the text of open folders as a datastore that follows their changes.
 
-What may enter is decided by `retrieve_spec.datastore.entry_filter`. Nothing is written into a workspace and nothing
-leaves the machine. Stores lie in the user's cache folder: one folder for each set of opened folders, which are named in
-it, and in that one store for each tokenizer. What may no longer be known, because it was deleted or became secret, is
-taken out of the store's files at once.
+`retrieve_spec.datastore.entry_filter` decides which files are indexed. Nothing is written into a workspace and nothing
+leaves the machine. Stores are in the user's cache folder, in one folder for each set of opened folders (whose names are
+stored there), with one store per tokenizer. The text of a file that was deleted, or became a secret, is removed from
+the store's files at once.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ log = logging.getLogger("retrieve_spec.server")
 _FOLDERS = "workspace.json"
 _WORKSPACES, _LOCK = "workspaces", "server.lock"
 _EVERY_S = 10.0
-"""Seconds between two changes of the store at least, and between an error and the next trial."""
+"""Seconds between changes of the store, and between an error and the next attempt."""
 _PATIENCE_S = 1.0
-"""Seconds after which it is looked again whether another server still writes."""
+"""Seconds between checks of whether another server still writes the store."""
 _END_OF_WRITE_S = 10.0
-"""Seconds that a write of another process may take before what it writes cannot be forgotten."""
+"""Seconds to wait for another process that writes a store before `forget` fails."""
 
 
 class Workspace:
-    """One or more folders, and the store that says what they say, brought up to date in a thread of its own.
+    """Folders, and a store of their text that a thread keeps up to date.
 
     Parameters
     ----------
@@ -72,13 +72,13 @@ class Workspace:
     Attributes
     ----------
     files
-        How many documents the store holds.
+        Number of documents in the store.
     left_out
-        How many files stay out, by reason; a folder that is passed over counts as one.
+        Number of files left out, by reason; a folder that is skipped counts as one.
     trouble
-        What keeps the workspace from being followed, "" while all is well.
+        The last error, "" for none.
     indexed
-        Set when the folders have been read once, or cannot be.
+        Set after the first attempt to read the folders.
     """
 
     def __init__(
@@ -101,19 +101,19 @@ class Workspace:
         self._thread = threading.Thread(target=self._run, name="retrieve-spec-workspace", daemon=True)
 
     def start(self) -> None:
-        """Read in the background, then follow changes."""
+        """Read the folders in the background, then follow changes."""
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; a change under way is interrupted by the end of the process."""
+        """End the thread; a running change is interrupted when the process ends."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
 
     def forget(self) -> None:
-        """Delete the store: a write under way fails for want of its files, or is deleted when it ends.
+        """Delete the store; a running write fails, or its result is deleted when it ends.
 
-        Nothing is remembered again until the next start.
+        Nothing is indexed again until the next start.
         """
         self._forgotten.set()
         shutil.rmtree(self._home, ignore_errors=True)
@@ -121,7 +121,7 @@ class Workspace:
             self._delete()
 
     def state(self) -> dict[str, Any]:
-        """How far it is read and followed, for everybody to see: nothing in it names files."""
+        """Return the progress of indexing, for everybody to see: it names no files."""
         forgotten = self._forgotten.is_set()
         body: dict[str, Any] = {
             "indexed": self.indexed.is_set() and not (forgotten or self.trouble),
@@ -135,9 +135,9 @@ class Workspace:
         return body
 
     def sync(self) -> bool:
-        """Make the store say what the folders say; False where another server of this workspace is writing it.
+        """Bring the store up to date; return False if another server of this workspace is writing it.
 
-        What that has written is drafted from meanwhile. Raises what keeps the store from being written.
+        What that server has written is used for drafting. Raises the error if the store cannot be written.
         """
         with self._lock:
             if self._forgotten.is_set():
@@ -166,7 +166,7 @@ class Workspace:
                 self._due = True
 
     def _watch(self) -> None:
-        """Follow changes until the end; a look at everything waits for the watcher, since nobody looks between two."""
+        """Follow changes until the end; a scan of everything includes what changed meanwhile."""
         for changed in changes(self.roots, self._stop):
             if self._stop.is_set() or self._forgotten.is_set():
                 return
@@ -185,7 +185,7 @@ class Workspace:
         self.indexed.set()
 
     def _note(self, error: Exception) -> None:
-        """Keep what went wrong, and say it once however often it happens."""
+        """Keep an error, and log it once however often it occurs."""
         trouble = in_a_line(error)
         if trouble != self.trouble and not self._forgotten.is_set():
             log.error("the workspace is not followed for now: %s", trouble)
@@ -220,7 +220,7 @@ class Workspace:
             compact_datastore(self.folder, workers=1)
 
     def _opened(self) -> Datastore | None:
-        """The store as it is, None where there is none that can be used; opened where it is not what it was."""
+        """Return the current store, None if there is none; it is opened again if it has changed."""
         try:
             if self._store is None or self._store.manifest != read_manifest(self.folder):
                 return open_datastore(self.folder, tokenizer=self._tokenizer)
@@ -229,7 +229,7 @@ class Workspace:
         return self._store
 
     def _show(self) -> None:
-        """Draft from the store as it is now."""
+        """Draft from the current store."""
         store = self._opened()
         if store is not self._store:
             self._store = store
@@ -245,19 +245,19 @@ class Workspace:
 
 
 def _texts(store: Datastore | None) -> set[tuple[str, str]]:
-    """Folder and path of every document."""
+    """Yield folder and path of every document."""
     return set() if store is None else {(document.source, document.path) for document in store.documents()}
 
 
 def memory_folder(roots: Iterable[Path]) -> Path:
-    """Where the stores of a workspace live: the user's cache folder, one entry per set of folders."""
+    """Return the folder of a workspace's stores: in the user's cache folder, one per set of folders."""
     names = sorted(str(root.expanduser().resolve()) for root in roots)
     key = hashlib.sha256("\0".join(names).encode("utf-8", "surrogateescape")).hexdigest()
     return cache_dir() / _WORKSPACES / key[:24]
 
 
 def kept_workspaces() -> dict[Path, list[Path]]:
-    """Where something is kept on disk, and about which folders; none where that cannot be read."""
+    """Return stores on disk and their folders; none for a folder that cannot be read."""
     kept: dict[Path, list[Path]] = {}
     for home in sorted((cache_dir() / _WORKSPACES).glob("*")):
         if home.is_dir():
@@ -269,15 +269,15 @@ def kept_workspaces() -> dict[Path, list[Path]]:
 
 
 def forget_workspace(folders: Iterable[Path]) -> list[list[Path]]:
-    """Delete from disk every store that holds text of one of some folders, or of a folder in or around it.
+    """Delete every store on disk with text of some folders, or of folders inside or above them.
 
-    One whose folders are not known may hold it, and goes too. What else lay in such a store is indexed again when it is
-    opened the next time. Returns, for every workspace that was deleted, its folders.
+    A store with unknown folders may have such text, so it is deleted, too. Other folders of these stores are indexed
+    again when they are opened next. Returns the folders of every deleted workspace.
 
     Raises
     ------
     StoreLockedError
-        When another process is writing one of them and does not end soon; those before it are deleted.
+        Another process is writing one of them and does not finish soon; the stores before it are deleted.
     """
     wanted = [folder.expanduser().resolve() for folder in folders]
     gone = []
@@ -290,7 +290,7 @@ def forget_workspace(folders: Iterable[Path]) -> list[list[Path]]:
 
 
 def _delete(home: Path, folders: Iterable[Path]) -> None:
-    """Delete what is kept about some folders, while nobody writes to it."""
+    """Delete a store, while no process writes it."""
     gone = home.with_name(f"{home.name}.{secrets.token_hex(4)}.gone")
     try:
         with FileLock(home / _LOCK, timeout=_END_OF_WRITE_S):
