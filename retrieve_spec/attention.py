@@ -31,7 +31,7 @@ Block = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def attend_blocks(packed: torch.Tensor, blocks: Iterable[Block], rule: LayerRule) -> torch.Tensor:
-    """Attention to all blocks: (1, kv_heads, height, d) in, (1, kv_heads, height, d_v) out.
+    """Attend to all blocks: (1, kv_heads, height, d) in, (1, kv_heads, height, d_v) out.
 
     A running maximum m and sum of exp(score - m) are kept per query; what was summed is rescaled when m grows, so that
     the result is that of one softmax over all scores, but for rounding.
@@ -74,11 +74,11 @@ def attend(
     query
         (1, heads, rows, d), rotated already.
     keys, values
-        (1, kv_heads, held + rows, d), the pass's own rows last; all rows of the prefix, or all its window shows.
+        (1, kv_heads, held + rows, d), the rows of the pass last; all of the prefix, or all in the layer's window.
     mask
-        The pass.
+        The mask of the pass.
     rule
-        The layer.
+        The layer's rule.
 
     Returns
     -------
@@ -100,11 +100,11 @@ def attend(
 def attend_by_rows(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule
 ) -> torch.Tensor:
-    """Attention of one pass, each row by the fused call that decodes it alone (`attend` names the arguments).
+    """Attend row by row, each by the fused call that decodes it alone; the arguments are those of `attend`.
 
-    Sums over keys are added up in an order that depends on where keys lie and how many there are, which shows in 16
-    bits. So each row gets the keys that it sees, one after the other, as if it were the last token of a text.
-    Infinities of rows that it does not see do not come in either: a mask makes them NaN (0 · inf).
+    The order of sums over keys depends on their number and addresses, and 16-bit results differ by it. So each row gets
+    the keys that it sees, contiguous, as if it were the last token of a text. This also excludes infinities in rows
+    that it does not see, which a mask would turn into NaN (0 · inf).
     """
     _, heads, rows, width = query.shape
     held = keys.shape[2] - rows
@@ -130,7 +130,7 @@ def attend_by_rows(
 def attend_masked(
     packed: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule
 ) -> torch.Tensor:
-    """One fused call over prefix and tree block: (1, kv_heads, groups · rows, d) in and out."""
+    """Attend to prefix and tree block in one fused call: (1, kv_heads, groups · rows, d) in and out."""
     hides = mask.rows > 1 or mask.cuts(rule.window)
     additive = mask.additive(rule.window, mask.first_key(rule.window)) if hides else None
     return functional.scaled_dot_product_attention(packed, keys, values, attn_mask=additive, scale=rule.scale)
@@ -139,7 +139,7 @@ def attend_masked(
 def attend_split(
     packed: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: TreeMask, rule: LayerRule
 ) -> torch.Tensor:
-    """Tree block, then prefix in blocks, by online softmax: (1, kv_heads, groups · rows, d) in and out."""
+    """Attend to the tree block, then to blocks of the prefix, by online softmax; shapes as in `attend_masked`."""
     prefix = keys.shape[2] - mask.rows
     size = max(PASS.score_bytes // (4 * packed.shape[1] * packed.shape[2]), 64)  # keys whose scores there is room for
     windowed = mask.additive(rule.window, mask.first_key(rule.window)) if mask.cuts(rule.window) else None
@@ -161,12 +161,12 @@ IGNORED_ARGUMENTS = (
 
 
 def rule_from_call(scaling: float | None, width: int, arguments: dict[str, Any]) -> LayerRule:
-    """Read a layer's rule from what it passed to its attention function.
+    """Return a layer's rule from the arguments of its attention function.
 
     Raises
     ------
     NotImplementedError
-        When it passed something this module does not implement.
+        The arguments are not supported here.
     """
     for name, value in arguments.items():
         if value is None or name in KNOWN_RULES or name in IGNORED_ARGUMENTS:
@@ -182,20 +182,20 @@ def rule_from_call(scaling: float | None, width: int, arguments: dict[str, Any])
 
 
 def visible_rows(roots: int, tree: DraftTree | None) -> NDArray[np.bool_]:
-    """Who may look at whom within a pass: (roots + n, roots + n) bool over the root tokens and then the nodes."""
+    """Return which rows of a pass see which: (roots + n, roots + n) bool over root tokens, then nodes."""
     if tree is None or not len(tree):
         return np.tri(roots, dtype=np.bool_)
     return unpacked(tree.visible_rows(roots))
 
 
 def row_depths(roots: int, tree: DraftTree | None) -> NDArray[np.int64]:
-    """Offset of every row of a pass from its first row in positions: (roots + n,) int64."""
+    """Return the position of every row of a pass relative to its first row: (roots + n,) int64."""
     head = np.arange(roots, dtype=np.int64)
     return head if tree is None or not len(tree) else np.concatenate([head, tree.depth.astype(np.int64) + roots - 1])
 
 
 def visibility_bits(seen: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """(rows, ceil(rows / 32)) int32: bit j of row i is set when row i sees row j of the pass."""
+    """Return (rows, ceil(rows / 32)) int32: bit j of row i is set if row i sees row j of the pass."""
     rows = len(seen)
     padded = np.zeros((rows, -(-rows // 32) * 32), np.bool_)
     padded[:, :rows] = seen
@@ -203,7 +203,7 @@ def visibility_bits(seen: NDArray[np.bool_]) -> NDArray[np.int32]:
 
 
 class TreeMask:
-    """The mask of one pass, made once for all layers with one window.
+    """The mask of one pass, shared by all layers with the same window.
 
     Parameters
     ----------
@@ -222,26 +222,26 @@ class TreeMask:
         self._made: dict[tuple[int, int], torch.Tensor] = {}
 
     def set(self, prefix: int, seen: NDArray[np.bool_], depths: NDArray[np.int64]) -> None:
-        """Describe the next pass: committed rows before it, who sees whom, and positions relative to its first row."""
+        """Set the next pass: committed rows before it, visibility, and positions relative to its first row."""
         self.rows, self.prefix, self.seen, self._depths = len(seen), prefix, seen, depths
         self._made.clear()
 
     @property
     def fits(self) -> bool:
-        """Whether a mask over all keys stays within `config.PASS.mask_bytes`."""
+        """Whether a mask over all keys fits `config.PASS.mask_bytes`."""
         columns = self.prefix + self.rows
         return self.groups * self.rows * columns * self.dtype.itemsize <= PASS.mask_bytes
 
     def first_key(self, window: int) -> int:
-        """First cached row that any row of the pass sees in a layer with this window; 0: with none."""
+        """Return the first cached row that any row of the pass sees with this window; 0 without one."""
         return max(0, self.prefix - window + 1) if window else 0
 
     def cuts(self, window: int) -> bool:
-        """Whether a window hides anything."""
+        """Whether a window hides any row."""
         return 0 < window <= self.prefix + self.rows
 
     def additive(self, window: int, first: int) -> torch.Tensor:
-        """(1, 1, groups · rows, columns) additive mask of a layer with this window, from column `first` on."""
+        """Return the (1, 1, groups · rows, columns) additive mask for this window, from column `first` on."""
         if (window, first) not in self._made:
             position = np.concatenate([np.arange(first, self.prefix), self.prefix + self._depths])
             seen = position > (self.prefix + self._depths - (window or np.inf))[:, None]

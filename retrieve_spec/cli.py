@@ -1,4 +1,4 @@
-"""Command line: the table of commands, each in the module that it names, and one place where errors become words.
+"""Command line: the table of commands, and the one place where errors become messages.
 
 Nothing heavy is imported before a command runs, so that `--help` and shell completion answer at once.
 Exit codes: 0 done, 1 an error the message explains, 2 wrong usage, 130 interrupted.
@@ -34,7 +34,7 @@ COMMANDS = {
     ),
     "models": (
         "retrieve_spec.cli_machine",
-        "List the models that have names here, and install them.",
+        "List the models that have names, and install them.",
         "models install smollm2",
     ),
     "build": (
@@ -44,7 +44,7 @@ COMMANDS = {
     ),
     "distil": (
         "retrieve_spec.cli_distil",
-        "Keep what a model itself would say beside a datastore.",
+        "Keep what a model itself would say in a datastore.",
         "distil mystore --model smollm2 --minutes 30",
     ),
     "add": (
@@ -59,7 +59,7 @@ COMMANDS = {
     ),
     "merge": (
         "retrieve_spec.cli_store",
-        "Join several datastores into a new one.",
+        "Merge several datastores into a new one.",
         "merge everything mystore s3://bucket/theirs",
     ),
     "compact": (
@@ -69,37 +69,37 @@ COMMANDS = {
     ),
     "info": (
         "retrieve_spec.cli_store",
-        "Show what a datastore holds.",
+        "Describe a datastore.",
         "info mystore",
     ),
     "verify": (
         "retrieve_spec.cli_store",
-        "Check every byte of a datastore.",
+        "Check a datastore.",
         "verify mystore",
     ),
     "search": (
         "retrieve_spec.cli_store",
-        "Find where a text stands in a datastore.",
+        "Search a datastore for a text.",
         "search mystore 'for i in range('",
     ),
     "push": (
         "retrieve_spec.cli_store",
-        "Bring a datastore to a remote.",
+        "Push a datastore to a remote.",
         "push mystore s3://bucket/mystore",
     ),
     "pull": (
         "retrieve_spec.cli_store",
-        "Bring a datastore from a remote.",
+        "Pull a datastore from a remote.",
         "pull s3://bucket/mystore mystore",
     ),
     "sync": (
         "retrieve_spec.cli_store",
-        "Make a datastore say what folders say.",
+        "Bring a datastore up to date with folders.",
         "sync mystore src docs --tokenizer smollm2 --watch",
     ),
     "catalog": (
         "retrieve_spec.cli_store",
-        "Make the database of a datastore's documents.",
+        "Write a database of a datastore's documents.",
         "catalog mystore",
     ),
     "retokenize": (
@@ -124,12 +124,12 @@ COMMANDS = {
     ),
     "doctor": (
         "retrieve_spec.cli_machine",
-        "Say what this machine and a model allow, and what would be faster.",
+        "Report what this machine and a model allow, and what would be faster.",
         "doctor --model smollm2",
     ),
     "forget": (
         "retrieve_spec.cli_serve",
-        "Delete what is kept about workspaces.",
+        "Delete what is kept of workspaces.",
         "forget ~/src",
     ),
 }
@@ -166,7 +166,7 @@ class LazyGroup(click.Group):
         self.table = table
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names in the order of the table, then those registered directly."""
+        """Return the names in the order of the table, then those registered directly."""
         return [*self.table, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -183,14 +183,14 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; where there is none, say which one may have been meant."""
+        """Find the command; for an unknown one, suggest a similar name."""
         close = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
         if close and args[0] != close[0] and args[0] not in self.list_commands(ctx):
             ctx.fail(f"No such command {args[0]!r}. Did you mean {close[0]!r}?")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands from the table, importing none of them."""
+        """List the commands of the table without importing them."""
         rows = [(name, text) for name, (_, text, _) in self.table.items()]
         rows += [(name, command.get_short_help_str(80)) for name, command in sorted(self.commands.items())]
         with formatter.section("Commands"):

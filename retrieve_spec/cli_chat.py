@@ -1,4 +1,4 @@
-"""Command `retrieve-spec chat`: a conversation with a chat model in the terminal, or with the lines of a pipe."""
+"""Command `retrieve-spec chat`: a conversation with a chat model in the terminal, or with lines of a pipe."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ Ctrl-C ends an answer, Ctrl-D the conversation. A line that begins with a space 
 
 
 class Conversation:
-    """Turns with a model, which reads of each only what is new.
+    """A conversation with a model; of each turn the model reads only what is new.
 
     Parameters
     ----------
     model, tokenizer
         An accelerated model with a chat template.
     options
-        Those of `generation_options`, and `system`.
+        Options of `generation_options`, and `system`.
 
     Attributes
     ----------
     messages
-        What was said, as chat templates take it.
+        The conversation, in the form of chat templates.
     loaded
-        Text that stands in front of the next question.
+        Text of a loaded file, before the next question.
     figures
-        Of the last answer, in a line.
+        Figures of the last answer, in a line.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> None:
@@ -53,19 +53,19 @@ class Conversation:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was said."""
+        """Forget the conversation."""
         self.messages = messages_of("", self._options["system"])[:-1]
         self.loaded = self.figures = ""
         self._read: list[int] = []
         self._cache: Any = None
 
     def ask(self, text: str) -> Generator[str, None, None]:
-        """Say something; the pieces of the answer, of which those that were taken stay in the conversation.
+        """Ask a question; yields pieces of the answer, and those that were taken become part of the conversation.
 
         Raises
         ------
         PromptError
-            The conversation has become too long for the model; the question is no part of it.
+            The conversation is too long for the model; the question is not added to it.
         """
         from retrieve_spec.generation.streams import generate_stream
         from retrieve_spec.model_layers import max_positions
@@ -98,7 +98,7 @@ class Conversation:
                     )
 
     def _begin_with(self, ids: list[int]) -> None:
-        """Keep of the cache what a prompt begins with; where it cannot be cut, the prompt is read anew."""
+        """Keep the cached prefix of a prompt; a cache that cannot be cut is dropped."""
         from transformers.cache_utils import DynamicLayer
 
         from retrieve_spec.verify.interface import new_cache
@@ -112,7 +112,7 @@ class Conversation:
         self._read = ids
 
     def command(self, line: str) -> str:
-        """Do what a line that begins with a slash says; what to tell of it."""
+        """Run a command that begins with a slash; return its message."""
         word, _, rest = line.partition(" ")
         place = Path(rest.strip()).expanduser()
         if word == "/help":
@@ -132,7 +132,7 @@ class Conversation:
 
 
 def read_text(place: Path) -> str:
-    """The text of a file.
+    """Return the text of a file.
 
     Raises
     ------
@@ -154,7 +154,7 @@ def read_text(place: Path) -> str:
 def chat(model: str, stats: bool, **options: Any) -> None:
     """Talk with a chat model; answers stream to standard output, everything else goes to standard error.
 
-    Drafts come from the whole conversation and what was said before it. Of a pipe each line is a message.
+    Drafts come from the whole conversation and from earlier ones. When reading from a pipe, each line is a message.
     """
     if sys.stdin is None:
         raise PromptError("messages on standard input", "it is closed", "Type them in a terminal, or give a pipe.")
@@ -182,7 +182,7 @@ def chat(model: str, stats: bool, **options: Any) -> None:
 
 
 def _lines(watched: bool) -> Iterator[str]:
-    """What the user types, line by line; lines without text are left out."""
+    """Yield the lines that the user types, without empty ones."""
     while True:
         try:
             line = input("\n> " if watched else "")
@@ -203,9 +203,9 @@ def _lines(watched: bool) -> Iterator[str]:
 
 
 def _turn(conversation: Conversation, line: str, accelerated: Future[None], stats: bool, watched: bool) -> None:
-    """Do what a line says, once the model is ready.
+    """Answer a line, once the model is ready.
 
-    Somebody who watches is told of errors, and goes on; a pipe ends with them.
+    On a terminal, errors are shown and the conversation continues; a pipe ends with the error.
     """
     try:
         accelerated.result()

@@ -1,4 +1,4 @@
-"""Options and messages that several commands share: checked values, and what is said while a model gets ready."""
+"""Options and messages of several commands: checked values, and progress while a model loads."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ EXTRAS = {
     "share": ("fsspec",),
     "parquet": ("pyarrow",),
 }
-"""What the optional commands import, by the name of the extra that brings it."""
+"""Modules of optional commands, by the extra that installs them."""
 
 
 class Text(click.types.StringParamType):
-    """Text that can be encoded: a terminal can hand over bytes that are not UTF-8."""
+    """Text that can be encoded; a terminal can pass bytes that are not UTF-8."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Refuse what is not Unicode."""
+        """Raise an error for text that is not Unicode."""
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -39,7 +39,7 @@ class Text(click.types.StringParamType):
 
 
 class WholeRange(click.IntRange):
-    """A range of whole numbers, called so in messages."""
+    """A range of whole numbers, with this name in messages."""
 
     name = "whole number"
 
@@ -53,20 +53,20 @@ class Mebibytes(WholeRange):
 
 
 class Place(click.Path):
-    """A folder, or an address (``s3://…``) as it was given."""
+    """A folder, or an address (``s3://…``), unchanged."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Leave an address alone: a path would lose one of its slashes."""
+        """Return an address unchanged; a path would lose one of its slashes."""
         return value if isinstance(value, str) and "://" in value else super().convert(value, param, ctx)
 
 
 class FiniteRange(click.FloatRange):
-    """A range of numbers without infinity and without NaN, which no comparison leaves out."""
+    """A range of numbers without infinity and NaN."""
 
     name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Refuse what is not finite, then what is out of range."""
+        """Raise an error for a number that is not finite, or out of range."""
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
@@ -74,7 +74,7 @@ class FiniteRange(click.FloatRange):
 
 
 def layer_of(name: str) -> int | str:
-    """A layer by its number, or by name."""
+    """Return a layer by number or name."""
     return int(name) if name.isdigit() else name
 
 
@@ -88,28 +88,28 @@ DTYPE = click.option(
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
     default="auto",
     show_default=True,
-    help="Number format of the weights; auto takes them as stored.",
+    help="Number format of the weights; auto is the stored one.",
 )
 QUANTIZE = click.option(
     "--quantize",
     type=click.Choice(["int8", "int4"]),
-    help="Pack the weights for a CPU, once; kept in the cache. Activations are bfloat16 then.",
+    help="Quantise the weights for a CPU, once; they are kept in the cache. Activations are bfloat16.",
 )
 DEVICE = click.option("--device", default="auto", show_default=True, metavar="D", help="auto, cpu, cuda, cuda:1 …")
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def as_record(name: str, default: Any, *options: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Add options to a command, which gets those that are fields of a dataclass as one argument.
+    """Add options to a command; those that are fields of a dataclass are passed as one argument.
 
     Parameters
     ----------
     name
         The argument.
     default
-        The record where no option is given; an option that is None leaves its field as it is.
+        The record without options; an option that is None does not change its field.
     options
-        What `click.option` returned, in the order of the help.
+        Results of `click.option`, in the order of the help.
     """
 
     def decorate(command: Callable[..., Any]) -> Any:
@@ -140,13 +140,13 @@ SEED = WholeRange(-(2**63), 2**64 - 1)  # what `torch.manual_seed` takes
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and what it counts: `1 document`, `2,000 documents`."""
+    """Return a number with its noun: `1 document`, `2,000 documents`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 @contextlib.contextmanager
 def loading_bars(shown: bool = True) -> Iterator[None]:
-    """Let models load with a progress bar if it is to be shown and somebody watches; the setting stays as it was."""
+    """Show transformers' progress bar while models load, if wanted and on a terminal; the setting is restored."""
     from transformers.utils import logging
 
     enabled = logging.is_progress_bar_enabled()
@@ -161,9 +161,9 @@ def loading_bars(shown: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiling_shown() -> Iterator[None]:
-    """Show which kernels are compiled, and how many were, from the first one on, where standard error is a terminal.
+    """Show which kernels are compiled, and how many so far, if standard error is a terminal.
 
-    The line that says why comes through logging (`kernels/compiled_code.py`).
+    The explanation is logged by `kernels/compiled_code.py`.
     """
     from tqdm import tqdm
 

@@ -1,4 +1,4 @@
-"""Command `retrieve-spec distil`: what a model itself would say, kept beside a store."""
+"""Command `retrieve-spec distil`: a model's own answers and next tokens as a datastore."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from retrieve_spec.distilling import DistilReport
 
 
-@click.command(short_help="Keep what a model itself would say beside a datastore.")
+@click.command(short_help="Keep what a model itself would say in a datastore.")
 @click.argument("store", type=click.Path(path_type=Path))
 @MODEL
 @LOADING
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Prompts to answer, one a line, or JSON Lines with `prompt` or `turns`; a list of general ones by default.",
+    help="Prompts to answer, one per line, or JSON Lines with `prompt` or `turns`; by default general ones.",
 )
 @click.option(
     "--text",
@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Text to read before prompts are answered, which is faster than answering.",
 )
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, help="At most.")
-@click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="Tokens to write and read at most.")
+@click.option(
+    "--minutes", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, help="Limit of the time."
+)
+@click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="Limit of the tokens to write and read.")
 @QUIET
 @JSON
 def distil(
@@ -52,11 +54,11 @@ def distil(
     as_json: bool,
     loading: LoadOptions,
 ) -> None:
-    """Let a model answer prompts, and keep what it says beside the datastore STORE.
+    """Let a model answer prompts, and keep its answers and next tokens in the datastore STORE.
 
-    The store is made where there is none. Its documents are the answers; a table of the model's own most probable
-    tokens after short contexts lies beside them. Drafts from it are right more often than drafts from other text. A run
-    that goes on with an earlier one adds to it, and Ctrl-C ends it with what there is.
+    The store is created if needed. The answers become its documents, and a table lists the model's most probable tokens
+    after short contexts. Drafts from it are right more often than drafts from other text. A later run adds to it;
+    Ctrl-C keeps what was done so far.
     """
     from retrieve_spec import distilling
     from retrieve_spec.reference_model import load_model
@@ -80,7 +82,7 @@ def distil(
 
 
 def _prompts(paths: tuple[Path, ...]) -> list[str]:
-    """Return the prompts in some files; of a conversation its first turn."""
+    """Return the prompts in some files; of a conversation, its first turn."""
     from retrieve_spec.bench.workloads import read_prompts
 
     found: list[str] = []

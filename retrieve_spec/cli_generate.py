@@ -37,7 +37,7 @@ WARM_UP_TOKENS = 8
 
 
 def parse_nodes(ctx: click.Context, param: click.Parameter, value: str) -> int | str:
-    """Read `auto` or a whole number; its range is the config's business."""
+    """Read `auto` or a whole number; the config checks its range."""
     if value == AUTO:
         return value
     try:
@@ -48,19 +48,19 @@ def parse_nodes(ctx: click.Context, param: click.Parameter, value: str) -> int |
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One finished generation: the new token ids and the wall time, prefill included."""
+    """A finished generation: new token ids and wall time, including the prompt."""
 
     token_ids: list[int]
     seconds: float
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens by wall time."""
+        """New tokens per second of wall time."""
         return len(self.token_ids) / self.seconds if self.seconds else 0.0
 
 
 def generation_options(max_new_tokens: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The options of commands that write text: how long, how tokens are chosen, and where drafts come from."""
+    """Options of commands that generate text: length, sampling, sources of drafts."""
     options = (
         click.option("--max-new-tokens", type=COUNT, default=max_new_tokens, show_default=True, metavar="N"),
         click.option(
@@ -76,9 +76,7 @@ def generation_options(max_new_tokens: int) -> Callable[[Callable[..., Any]], Ca
             "--top-k", type=WholeRange(0, 1_000_000), default=0, show_default=True, metavar="K", help="0 for no limit."
         ),
         click.option("--seed", type=SEED, default=0, show_default=True, metavar="S", help="Same seed, same text."),
-        click.option(
-            "--draft", default=AUTO, show_default=True, metavar="auto|off|PRESET", help="Where drafts come from."
-        ),
+        click.option("--draft", default=AUTO, show_default=True, metavar="auto|off|PRESET", help="Sources of drafts."),
         click.option(
             "--nodes",
             callback=parse_nodes,
@@ -94,14 +92,16 @@ def generation_options(max_new_tokens: int) -> Callable[[Callable[..., Any]], Ca
             "--session",
             type=click.Path(dir_okay=False),
             metavar="FILE",
-            help="Keep the answers in this file, and draft from those that are there.",
+            help="Keep the answers in this file, and draft from those in it.",
         ),
     )
 
     return with_options(*options)
 
 
-SYSTEM = click.option("--system", type=TEXT, metavar="TEXT", help="What the model is told before the conversation.")
+SYSTEM = click.option(
+    "--system", type=TEXT, metavar="TEXT", help="System message at the beginning of the conversation."
+)
 
 
 @click.command(short_help="Continue a prompt, drafting from text that can be looked up.")
@@ -113,10 +113,10 @@ SYSTEM = click.option("--system", type=TEXT, metavar="TEXT", help="What the mode
     metavar="F",
     help="A UTF-8 file with the text to continue, '-' for standard input (the default without --prompt).",
 )
-@click.option("--chat", is_flag=True, help="Ask the prompt in the model's chat template; --system implies it.")
+@click.option("--chat", is_flag=True, help="Use the model's chat template; --system implies it.")
 @SYSTEM
 @generation_options(max_new_tokens=256)
-@click.option("--provenance", is_flag=True, help="Say where accepted drafts stand in the datastores.")
+@click.option("--provenance", is_flag=True, help="Report which documents of the datastores accepted drafts come from.")
 @click.option("--compare", is_flag=True, help="Run plain generation too; report speed-up and identity.")
 @LOADING
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on standard output.")
@@ -151,14 +151,14 @@ def generate(model: str, prompt: str | None, prompt_file: Any, as_json: bool, co
 
 
 def read_prompt(prompt: str | None, prompt_file: Any) -> str:
-    """Take the prompt from where the user put it.
+    """Return the prompt from the option, the file or standard input.
 
     Raises
     ------
     PromptError
         It is empty or not UTF-8.
     click.UsageError
-        It was given twice, or not at all.
+        There are two prompts, or none.
     """
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("Use just one of --prompt and --prompt-file.")
@@ -177,7 +177,7 @@ def read_prompt(prompt: str | None, prompt_file: Any) -> str:
 
 
 def summary(run: Run, report: GenerationReport, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Say what a generation did, in the words of `--json`."""
+    """Return the figures of a generation, with the keys of `--json`."""
     return {
         "text": tokenizer.decode(run.token_ids, skip_special_tokens=True),
         "token_ids": run.token_ids,
@@ -193,7 +193,7 @@ def summary(run: Run, report: GenerationReport, tokenizer: PreTrainedTokenizerBa
 
 
 def config_of(options: dict[str, Any], **changes: Any) -> SpeculationConfig:
-    """How to draft; what can fail of it, and of its stores, fails here, before a model loads."""
+    """Return the config; wrong options and stores raise errors here, before a model loads."""
     from retrieve_spec.datastore.store import open_datastore
     from retrieve_spec.drafting.presets import build_drafter
 
@@ -206,7 +206,7 @@ def config_of(options: dict[str, Any], **changes: Any) -> SpeculationConfig:
 
 
 def load(name: str, options: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[Datastore]]:
-    """The model, its tokenizer, and the datastores that are named."""
+    """Load the model, its tokenizer, and the datastores."""
     from retrieve_spec.datastore.store import open_datastore
     from retrieve_spec.reference_model import load_model
 
@@ -216,18 +216,18 @@ def load(name: str, options: dict[str, Any]) -> tuple[PreTrainedModel, PreTraine
 
 
 def messages_of(text: str, system: str | None = None) -> list[dict[str, str]]:
-    """A conversation that begins: what the model is told, if anything, and what it is asked."""
+    """Return the messages that begin a conversation: the system message, if any, and the question."""
     told = [{"role": "system", "content": system}] if system else []
     return [*told, {"role": "user", "content": text}]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]]) -> BatchEncoding:
-    """(1, L) token ids of a text, or of a conversation up to the next answer.
+    """Return (1, L) token ids of a text, or of a conversation up to the next answer.
 
     Raises
     ------
     PromptError
-        There is no chat template, or it refuses the conversation.
+        There is no chat template, or it rejects the conversation.
     """
     if isinstance(prompt, str):
         return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
@@ -253,7 +253,7 @@ def request_of(
     prompt: str | list[dict[str, str]],
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Arguments of `generate` for a text, or for a conversation."""
+    """Return the arguments of `generate` for a text, or for a conversation."""
     encoded = encode(tokenizer, prompt)
     if encoded["input_ids"].shape[1] == 0:
         raise PromptError("a prompt of at least one token", "none", "Give some text to continue.")
@@ -273,7 +273,7 @@ def generate_once(
     echo: bool = False,
     **changes: Any,
 ) -> Run:
-    """Generate once; every run streams through the same decoder, so that times compare."""
+    """Generate once; every run streams through the same decoder, so that times are comparable."""
     import torch
     from transformers import TextStreamer
 
@@ -292,10 +292,10 @@ def generate_once(
 def compared_with_plain(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, request: dict[str, Any], seed: int, run: Run
 ) -> dict[str, Any]:
-    """Run transformers' own `generate`; a sampled text is checked against our loop without drafts.
+    """Run transformers' own `generate`; a sampled text is compared with our loop without drafts.
 
-    Sampling noise is keyed by position here and drawn in sequence there, so two sampled texts agree in distribution
-    only; drafting changes nothing when the loop without drafts says the same.
+    Our sampling noise is keyed by position, that of transformers is drawn in sequence, so the two texts agree in
+    distribution only; drafts must not change our own.
     """
     import retrieve_spec as rs
 

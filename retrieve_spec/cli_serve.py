@@ -40,7 +40,7 @@ _SOURCES = as_record(
         multiple=True,
         type=_FOLDER,
         metavar="DIR",
-        help="A folder to draft from, kept current while it changes; may be given more than once.",
+        help="A folder to draft from, followed while it changes; can be repeated.",
     ),
     click.option(
         "--store",
@@ -48,13 +48,13 @@ _SOURCES = as_record(
         multiple=True,
         type=Place(exists=True, path_type=Path),
         metavar="S",
-        help="A datastore to draft from; may be given more than once.",
+        help="A datastore to draft from; can be repeated.",
     ),
     click.option(
         "--session",
         type=click.Path(dir_okay=False, path_type=Path),
         metavar="FILE",
-        help="Keep the model's answers in this file, each for whoever asked, and draft from those that are there.",
+        help="Keep the model's answers in this file, by API key, and draft from those in it.",
     ),
 )
 _LICENCES = click.option(
@@ -63,7 +63,7 @@ _LICENCES = click.option(
     "workspace_licences",
     multiple=True,
     metavar="SPDX[,…]",
-    help="Only files of the workspace under these licences are drafted from.",
+    help="Draft only from files of the workspace under these licences.",
 )
 
 _BUNDLED = """\
@@ -77,14 +77,14 @@ _GLIBC = {
     "MALLOC_MMAP_THRESHOLD_": (-3, 1 << 20),
     "MALLOC_ARENA_MAX": (-8, 2),
 }
-"""What glibc's `mallopt` gets, by the names under which the user's environment may say it."""
+"""Parameters of glibc's `mallopt`, by the environment variables that can set them."""
 
 
 def begin_loading() -> None:
-    """Look for no garbage from now on, and give memory back; to be called before a model's libraries are imported.
+    """Turn garbage collection off, and let glibc return memory; called before a model's libraries are imported.
 
-    They leave half a million objects, next to none of which is garbage. Caches of keys and values come and go: by
-    default glibc takes those of a few MiB from heaps of several threads, of which it gives back what lies on top.
+    Imports create half a million objects, almost none of which are garbage. Key-value caches of a few MiB are allocated
+    and freed all the time; by default glibc takes them from per-thread heaps, of which it returns only the top.
     """
     gc.disable()
     try:
@@ -97,16 +97,16 @@ def begin_loading() -> None:
 
 
 def end_loading() -> None:
-    """Look for garbage again, among what is made from now on: all that is there stays for as long as the process.
+    """Turn garbage collection on again, with all existing objects excluded.
 
-    Else a collection takes a third of a second now and then, in which everybody waits.
+    Otherwise a collection sometimes takes a third of a second, and all requests wait.
     """
     gc.freeze()
     gc.enable()
 
 
 def need_extra() -> None:
-    """Say which extra is missing, if one is."""
+    """Raise an error that names a missing extra."""
     for package in EXTRAS["serve"]:
         if find_spec(package) is None:
             raise ServeError(
@@ -118,25 +118,24 @@ _SERVING = as_record(
     "config",
     _DEFAULTS,
     _LICENCES,
-    click.option("--host", default=_DEFAULTS.host, show_default=True, help="Where to listen."),
+    click.option("--host", default=_DEFAULTS.host, show_default=True, help="Address to listen on."),
     click.option("--port", default=_DEFAULTS.port, show_default=True, type=WholeRange(0, 65535)),
     click.option(
         "--origin",
         "origins",
         multiple=True,
         metavar="URL",
-        help="A browser origin that may call (none may by default).",
+        help="An allowed browser origin (none by default).",
     ),
     click.option(
         "--allow-host",
         "allowed_hosts",
         multiple=True,
         metavar="NAME",
-        help="A name under which a server without keys may be called, besides this machine's own; for a proxy in"
-        " front.",
+        help="An allowed Host name of a server without keys, besides this machine's own; for a proxy in front.",
     ),
     click.option(
-        "--path-prefix", default="", metavar="PATH", help="The path under which a proxy passes requests on, as /llm."
+        "--path-prefix", default="", metavar="PATH", help="Path prefix of requests from a proxy, such as /llm."
     ),
     click.option(
         "--max-body-mib",
@@ -147,21 +146,25 @@ _SERVING = as_record(
         help="Largest request accepted.",
     ),
     click.option(
-        "--ctx-size", default=0, type=WholeRange(min=0), metavar="N", help="Tokens used of the model's positions (all)."
+        "--ctx-size",
+        default=0,
+        type=WholeRange(min=0),
+        metavar="N",
+        help="Limit of the model's positions that are used (all).",
     ),
     click.option(
         "--fim-window",
         default=0,
         type=WholeRange(min=0),
         metavar="N",
-        help="Tokens shown around a cursor (as many as this machine reads in 150 ms, 2,048 at least).",
+        help="Prompt tokens around a cursor (as many as this machine reads in 150 ms, 2,048 at least).",
     ),
     click.option(
         "--prefix-share",
         default=_DEFAULTS.prefix_share,
         show_default=True,
         type=FiniteRange(0.1, 0.9),
-        help="Share of what stands before the cursor in them.",
+        help="Share of them before the cursor.",
     ),
     click.option(
         "--cache-mib",
@@ -169,10 +172,10 @@ _SERVING = as_record(
         default=_DEFAULTS.cache_bytes >> 20,
         show_default=True,
         type=Mebibytes(min=1),
-        help="Memory of the prompts that are kept warm.",
+        help="Memory of cached prompts.",
     ),
     click.option(
-        "--slots", default=_DEFAULTS.slots, show_default=True, type=WholeRange(min=1), help="Prompts kept warm."
+        "--slots", default=_DEFAULTS.slots, show_default=True, type=WholeRange(min=1), help="Number of cached prompts."
     ),
     click.option(
         "--deadline",
@@ -180,7 +183,7 @@ _SERVING = as_record(
         default=_DEFAULTS.deadline_s,
         type=FiniteRange(min=0),
         metavar="S",
-        help="Seconds of work after which an answer ends, unless its request says otherwise (deadline_ms); 0 is never,"
+        help="Seconds of work after which an answer ends, unless its request has deadline_ms; 0 is never,"
         f" but {_DEFAULTS.infill_deadline_s:g} for /infill.",
     ),
     click.option(
@@ -190,7 +193,7 @@ _SERVING = as_record(
         show_default=True,
         type=FiniteRange(min=0),
         metavar="S",
-        help="Seconds without a word after which a stream has a comment, so that clients wait on; 0 is never.",
+        help="Seconds without text after which a stream sends a comment, so that clients keep waiting; 0 is never.",
     ),
     click.option(
         "--max-queue",
@@ -202,7 +205,7 @@ _SERVING = as_record(
     click.option(
         "--tool-format",
         type=click.Choice(TOOL_FORMATS),
-        help="How the model writes calls of tools (as its chat template tells).",
+        help="How the model writes tool calls (recognised by its chat template).",
     ),
 )
 
@@ -215,13 +218,13 @@ _SERVING = as_record(
     default=("reference",),
     show_default=True,
     metavar="[NAME=]reference|PATH|HUB_ID",
-    help="A model to run; with several, requests name the one they want, which is loaded when it is first asked for.",
+    help="A model to run; of several, requests select one, which is loaded at its first request.",
 )
 @_SOURCES
 @_SERVING
-@click.option("--api-key-file", "key_file", type=_FILE, metavar="F", help="Accepted API keys, one a line.")
+@click.option("--api-key-file", "key_file", type=_FILE, metavar="F", help="Accepted API keys, one per line.")
 @LOADING
-@click.option("--quiet", is_flag=True, help="Only errors.")
+@click.option("--quiet", is_flag=True, help="Log errors only.")
 def serve(
     models: tuple[str, ...],
     sources: DraftSources,
@@ -271,7 +274,7 @@ def serve(
 @click.option(
     "--connect",
     metavar="URL",
-    help="Ask the server there (retrieve-spec serve) instead of loading a model.",
+    help="Use the server at this address (retrieve-spec serve) instead of loading a model.",
 )
 @click.option("--api-key-file", "key_file", type=_FILE, metavar="F", help="Key for --connect, on its first line.")
 @LOADING
@@ -306,14 +309,14 @@ def lsp(
 @click.argument("name", type=click.Choice(EDITORS), metavar="|".join(EDITORS))
 @click.option("--url", default=f"http://{_DEFAULTS.host}:{_DEFAULTS.port}", show_default=True, help="The server.")
 @click.option("--api-key-file", "key_file", type=_FILE, metavar="F",
-              help="Key for trying the server, on its first line.")  # fmt: skip
+              help="Key for the server, on its first line.")  # fmt: skip
 @click.option("--write", is_flag=True, help="Write the settings where the editor looks for them, after asking.")
 @click.option("--yes", is_flag=True, help="Write without asking.")
 def editor(name: str, url: str, key_file: Path | None, write: bool, yes: bool) -> None:
-    """Print the settings with which an editor asks a server, or write them; then show a first completion.
+    """Print the settings that connect an editor to a server, or write them; then show a first completion.
 
-    Settings go to standard output, everything else to standard error. What stood in a file that is written stays in it
-    where that can be, and is kept beside it.
+    Settings go to standard output, everything else to standard error. Other contents of a settings file are kept if
+    possible, and a backup of the file is made.
     """
     need_extra()
     from retrieve_spec.server import editors
@@ -354,13 +357,12 @@ def editor(name: str, url: str, key_file: Path | None, write: bool, yes: bool) -
         say("That is the bundled model, for trying things out. To write code, serve one trained on fill-in-the-middle.")
 
 
-@click.command(short_help="Delete what is kept about workspaces.")
+@click.command(short_help="Delete what is kept of workspaces.")
 @click.argument("workspaces", nargs=-1, type=click.Path(path_type=Path))
 def forget(workspaces: tuple[Path, ...]) -> None:
-    """Delete what is kept on disk about these folders, whichever others were opened with them; alone, list it.
+    """Delete what is kept on disk about these folders, even if others were opened with them. Without folders, list it.
 
-    A server that runs with one of them keeps what it has in memory until it ends, or until it gets the
-    request DELETE /v1/workspace.
+    A running server keeps what it has in memory until it ends, or gets the request DELETE /v1/workspace.
     """
     need_extra()
     from retrieve_spec.server.workspace import forget_workspace, kept_workspaces
@@ -380,5 +382,5 @@ def forget(workspaces: tuple[Path, ...]) -> None:
 
 
 def _named(folders: Sequence[Path]) -> str:
-    """Folders on one line."""
+    """Return folders on one line."""
     return " ".join(map(click.format_filename, folders)) or "(an unfinished store)"

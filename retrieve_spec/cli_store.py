@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from retrieve_spec.datastore.sources import Source
 
 _NAMED = 3
-"""Paths listed of what was skipped for one reason; `--json` and `--left-out` have all."""
+"""Number of paths listed per reason for skipping; `--json` and `--left-out` list all."""
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else.")
 QUIET = click.option("-q", "--quiet", is_flag=True, help="Show no progress bars.")
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a command shows."""
+    """What a command prints."""
 
     quiet: bool = False
     as_json: bool = False
@@ -54,7 +54,7 @@ LICENCES = click.option(
     "licences",
     multiple=True,
     metavar="SPDX[,…]",
-    help="Only text under these licences enters, by its own SPDX lines or the nearest licence file.",
+    help="Include only text under these licences, by its own SPDX lines or the nearest licence file.",
 )
 STATED = click.option(
     "--stated-licence",
@@ -62,15 +62,17 @@ STATED = click.option(
     "licence",
     default="",
     metavar="NAME",
-    help="Licence to record with documents; with --licence, with those that state none.",
+    help="Licence of documents that state none; without --licence, of all documents.",
 )
 ADMIT = click.option(
     "--admit",
     multiple=True,
     metavar="ignored|generated|secrets[,…]",
-    help="Let in what git ignores, generated files, or files with secrets, which otherwise stay out.",
+    help="Include files that git ignores, generated files, or files with secrets, which are left out otherwise.",
 )
-LEFT_OUT = click.option("--left-out", is_flag=True, help="List everything that was left out, not the first of a kind.")
+LEFT_OUT = click.option(
+    "--left-out", is_flag=True, help="List everything that was left out, not only the first files of each kind."
+)
 TOKENIZER = click.option(
     "--tokenizer",
     required=True,
@@ -78,14 +80,17 @@ TOKENIZER = click.option(
     help="Model folder, tokenizer.json, hub id, 'smollm2' or 'reference'.",
 )
 _WORKERS = click.option(
-    "--workers", type=WholeRange(min=1), metavar="N", help="Processes; as many as the machine has room for by default."
+    "--workers",
+    type=WholeRange(min=1),
+    metavar="N",
+    help="Number of processes; by default as many as processors and memory allow.",
 )
 
 
 _SOURCE_OPTIONS = with_options(
     click.argument("sources", nargs=-1, metavar="[SOURCE]..."),
-    click.option("--include", multiple=True, metavar="GLOB", help="Only these files; can be repeated."),
-    click.option("--exclude", multiple=True, metavar="GLOB", help="Not these files; can be repeated."),
+    click.option("--include", multiple=True, metavar="GLOB", help="Include only these files; can be repeated."),
+    click.option("--exclude", multiple=True, metavar="GLOB", help="Leave these files out; can be repeated."),
     LICENCES,
     STATED,
     ADMIT,
@@ -95,7 +100,7 @@ _SOURCE_OPTIONS = with_options(
     ),
     click.option("--max-tokens", type=WholeRange(min=1), metavar="N", help="Stop before exceeding N."),
 )
-"""Options that say what is read."""
+"""Options that select what is read."""
 _DENSE = as_record(
     "dense",
     DenseConfig(""),
@@ -109,15 +114,15 @@ _DENSE = as_record(
         "--layer", type=layer_of, default="last", show_default=True, metavar="last|N", help="Layer of the dense keys."
     ),
     click.option(
-        "--dims", type=WholeRange(min=1), default=64, show_default=True, metavar="N", help="Numbers of a dense key."
+        "--dims", type=WholeRange(min=1), default=64, show_default=True, metavar="N", help="Dimensions of a dense key."
     ),
-    click.option("--max-vectors", type=WholeRange(min=1), metavar="N", help="Dense keys at most; all by default."),
+    click.option("--max-vectors", type=WholeRange(min=1), metavar="N", help="The most dense keys; all by default."),
 )
 
 
 @contextmanager
 def _bars(quiet: bool, loads_model: bool = False) -> Iterator[None]:
-    """Show what is compiled and, where one loads, how far a model is."""
+    """Show which kernels are compiled, and the progress of loading a model."""
     with (
         nullcontext() if quiet else compiling_shown(),
         loading_bars(not quiet) if loads_model else nullcontext(),  # which imports Transformers
@@ -126,14 +131,14 @@ def _bars(quiet: bool, loads_model: bool = False) -> Iterator[None]:
 
 
 def _has_dense(*stores: Path | str) -> bool:
-    """Whether a change of these stores runs the model of their dense indexes."""
+    """Whether a change of these stores runs the model of a dense index."""
     from retrieve_spec.datastore.remote import manifest_at
 
     return any(manifest_at(store).dense is not None for store in stores)
 
 
 def _was_given(option: str) -> bool:
-    """Whether an option of the running command stands on its command line."""
+    """Whether an option of the running command was given on its command line."""
     return click.get_current_context().get_parameter_source(option) is ParameterSource.COMMANDLINE
 
 
@@ -151,12 +156,12 @@ def _sources(paths: tuple[str, ...], options: dict[str, Any]) -> list[Source]:
     "--recipe",
     type=click.Path(path_type=Path),
     metavar="FILE|NAME",
-    help="A TOML file that names the sources, or the name of one that comes with the library.",
+    help="A TOML file that lists the sources, or the name of one that comes with the library.",
 )
 @click.option(
     "--index",
     type=click.Choice(["both", "exact", "ngram"]),
-    help="What to keep of the text: both indexes, the exact one, or n-grams alone, small enough to ship.",
+    help="Indexes to make: both, the exact one, or n-grams alone, which are small enough to ship.",
 )
 @_DENSE
 @click.option(
@@ -182,8 +187,8 @@ def build(
 ) -> None:
     """Build a datastore in the folder STORE.
 
-    A SOURCE is a file, a folder, JSON Lines, Parquet, or text compressed with gzip or zstd. Of a folder, what git
-    ignores and generated files stay out, of every SOURCE secrets do (--admit).
+    A SOURCE is a file, a folder, JSON Lines, Parquet, or text compressed with gzip or zstd. Of folders, files that git
+    ignores and generated files are left out; secrets always are (--admit).
     """
     from dataclasses import replace
 
@@ -234,7 +239,7 @@ def add(
     output: Output,
     **options: Any,
 ) -> None:
-    """Add documents to the datastore STORE; texts it already holds are skipped."""
+    """Add documents to the datastore STORE; texts that it already has are skipped."""
     from retrieve_spec.datastore.build import add_documents
 
     if not sources:
@@ -251,7 +256,7 @@ def add(
 @click.option("--where", default="", metavar="SQL", help="Condition over the catalogue's documents table.")
 @_OUTPUT
 def remove(store: Path | str, documents: tuple[str, ...], where: str, output: Output) -> None:
-    """Remove documents, by path or glob, or those for which an SQL condition holds; nothing is drafted from them."""
+    """Remove documents by path, glob or SQL condition; nothing is drafted from them any more."""
     from retrieve_spec.datastore.edit import remove_documents
 
     if not documents and not where:
@@ -259,12 +264,12 @@ def remove(store: Path | str, documents: tuple[str, ...], where: str, output: Ou
     print_report(remove_documents(store, documents, where=where, progress=not output.quiet), store, output)
 
 
-@click.command(short_help="Join several datastores into a new one.")
+@click.command(short_help="Merge several datastores into a new one.")
 @click.argument("out", type=PLACE)
 @click.argument("stores", nargs=-1, required=True, type=PLACE, metavar="STORE...")
 @_OUTPUT
 def merge(out: Path | str, stores: tuple[Path | str, ...], output: Output) -> None:
-    """Join STOREs that were built with one tokenizer into the new datastore OUT."""
+    """Merge STOREs with one tokenizer into the new datastore OUT."""
     from retrieve_spec.datastore.edit import merge_datastores
 
     with _bars(output.quiet, _has_dense(*stores)):
@@ -277,7 +282,7 @@ def merge(out: Path | str, stores: tuple[Path | str, ...], output: Output) -> No
 @_WORKERS
 @_OUTPUT
 def compact(store: Path | str, workers: int | None, output: Output) -> None:
-    """Rewrite a datastore into the segments that a build would make, without the text of removed documents."""
+    """Rewrite the segments of a datastore as a build would make them, without the text of removed documents."""
     from retrieve_spec.datastore.edit import compact_datastore
 
     with _bars(output.quiet, _has_dense(store)):
@@ -299,7 +304,7 @@ def retokenize(store: Path | str, tokenizer: str, workers: int | None, output: O
     print_report(report, store, output)
 
 
-@click.command(short_help="Make a datastore say what folders say.")
+@click.command(short_help="Bring a datastore up to date with folders.")
 @STORE
 @click.argument("folders", nargs=-1, required=True, metavar="FOLDER...")
 @click.option(
@@ -309,7 +314,7 @@ def retokenize(store: Path | str, tokenizer: str, workers: int | None, output: O
 @STATED
 @ADMIT
 @LEFT_OUT
-@click.option("--watch", is_flag=True, help="Go on whenever something changes, until interrupted.")
+@click.option("--watch", is_flag=True, help="Keep running and follow changes, until interrupted.")
 @_OUTPUT
 def sync(
     store: Path | str,
@@ -318,8 +323,10 @@ def sync(
     output: Output,
     **options: Any,
 ) -> None:
-    """Make STORE say what FOLDERs say: new, changed, moved and deleted files. What git ignores, secrets and generated
-    files stay out (--admit)."""
+    """Bring STORE up to date with FOLDERs: new, changed, moved and deleted files.
+
+    Files that git ignores, secrets and generated files are left out (--admit).
+    """
     from retrieve_spec.datastore.sync import sync_datastore, watch_folders
 
     def tell(report: ChangeReport) -> None:
@@ -333,12 +340,12 @@ def sync(
         tell(report)
 
 
-@click.command(short_help="Bring a datastore to a remote.")
+@click.command(short_help="Push a datastore to a remote.")
 @STORE
 @click.argument("url")
 @_OUTPUT
 def push(store: Path | str, url: str, output: Output) -> None:
-    """Make URL (s3://…, gs://…, hf://…, file://…) hold what STORE holds; only what is missing there travels."""
+    """Push STORE to URL (s3://…, gs://…, hf://…, file://…); only files that are missing there are transferred."""
     from retrieve_spec.datastore.share import push_datastore
 
     report = push_datastore(store, url, progress=not output.quiet)
@@ -351,22 +358,22 @@ def push(store: Path | str, url: str, output: Output) -> None:
     )
 
 
-@click.command(short_help="Bring a datastore from a remote.")
+@click.command(short_help="Pull a datastore from a remote.")
 @click.argument("url")
 @STORE
 @_OUTPUT
 def pull(url: str, store: Path | str, output: Output) -> None:
-    """Bring what URL holds into STORE, which is made when there is none; only what is missing here travels."""
+    """Pull URL into STORE, which is created if needed; only files that are missing here are transferred."""
     from retrieve_spec.datastore.share import pull_datastore
 
     print_report(pull_datastore(url, store, progress=not output.quiet), store, output)
 
 
-@click.command(short_help="Show what a datastore holds.")
+@click.command(short_help="Describe a datastore.")
 @STORE
 @JSON
 def info(store: Path | str, as_json: bool) -> None:
-    """Show what a datastore holds; reads its manifest only."""
+    """Describe a datastore; reads its manifest only."""
     from retrieve_spec.datastore.remote import manifest_at
 
     manifest = manifest_at(store)
@@ -390,22 +397,22 @@ def info(store: Path | str, as_json: bool) -> None:
         click.echo(f"  {name:<10} {value}")
 
 
-@click.command(short_help="Make the database of a datastore's documents.")
+@click.command(short_help="Write a database of a datastore's documents.")
 @STORE
 @JSON
 def catalog(store: Path | str, as_json: bool) -> None:
-    """Make an SQLite database of the documents of STORE, or bring it up to date, and print where it is."""
+    """Write an SQLite database of STORE's documents, or update it, and print its path."""
     from retrieve_spec.datastore.inspection import write_catalog
 
     place = write_catalog(store)
     click.echo(json.dumps({"store": str(store), "catalog": str(place)}) if as_json else f"{place}")
 
 
-@click.command(short_help="Check every byte of a datastore.")
+@click.command(short_help="Check a datastore.")
 @STORE
 @_OUTPUT
 def verify(store: Path | str, output: Output) -> None:
-    """Check every checksum, and whether indexes, text and document tables belong together."""
+    """Check every checksum, and whether indexes, text and document tables agree."""
     from retrieve_spec.datastore.inspection import verify_datastore
 
     checked = verify_datastore(store, progress=not output.quiet)
@@ -415,7 +422,7 @@ def verify(store: Path | str, output: Output) -> None:
         click.echo(f"{store} is sound: {checked['files']} files, {checked['tokens']:,} tokens.")
 
 
-@click.command(short_help="Find where a text stands in a datastore.")
+@click.command(short_help="Search a datastore for a text.")
 @STORE
 @click.argument("text", type=TEXT)
 @click.option(
@@ -428,7 +435,7 @@ def verify(store: Path | str, output: Output) -> None:
 )
 @JSON
 def search(store: Path | str, text: str, limit: int, as_json: bool) -> None:
-    """Find the longest end of TEXT that occurs, what followed it, and in which documents."""
+    """Find the longest suffix of TEXT in the store, what followed it, and in which documents."""
     if not text:
         raise click.UsageError("Give some TEXT to search for.")
     from retrieve_spec.datastore.inspection import search_datastore
@@ -475,7 +482,7 @@ def _distilled_rows(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def print_report(report: ChangeReport, store: Path | str, output: Output) -> None:
-    """Print what a change did."""
+    """Print the result of a change."""
     if output.as_json:
         rate = report.tokens / max(sum(report.seconds.values()), 1e-9)
         extra = {"store": str(store), "skipped_by_reason": report.skipped_by_reason, "tokens_per_second": rate}

@@ -1,8 +1,8 @@
-"""Distilling: a model answers prompts and reads texts, and what it says is kept beside a store for later drafts.
+"""Distilling: a model answers prompts and reads texts, and a store keeps what it says for later drafts.
 
-Drafting is never better than what it can look up, and nothing says a model's next tokens better than the model. What it
-answers becomes documents of the store; its own top tokens after contexts of one to three tokens, averaged over all that
-it wrote and read, become a table (`retrieve_spec.sources.distilled`).
+The best source of drafts for a model is the model itself. Its answers become documents of the store. Its top tokens
+after contexts of one to three tokens, averaged over everything it wrote and read, become a table
+(`retrieve_spec.sources.distilled`).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from retrieve_spec.sources.observations import Observations
 from retrieve_spec.verify.interface import input_device
 
 CONTEXTS = 1 << 20
-"""Contexts of a table, 80 bytes each."""
+"""The most contexts of a table, 80 bytes each."""
 TEMPERATURES = (0.0, 0.7, 1.0)
-"""One after the other: what a model says greedily, as chats draw it, and what else it might say."""
+"""Temperatures, in turn: greedy, as chats are sampled, and higher for other continuations."""
 _ANSWER, _FOLLOW_UPS, _PIECE, _TOP = 256, 2, 512, 8
-"""Tokens of an answer, later turns of a conversation, tokens of a text that are read at once, next tokens kept."""
+"""Tokens of an answer, later turns of a conversation, tokens read at once, next tokens kept per context."""
 _AGAIN_S = 0.5
-"""How often is looked whether another process is still writing to a store."""
+"""Seconds between attempts to write a store that another process is writing."""
 _Result = TypeVar("_Result")
 FOLLOW_UPS = (
     "Say that in other words.", "Give an example.", "Make it shorter.", "Why?", "What should I read next?",
@@ -56,23 +56,23 @@ FOLLOW_UPS = (
     "Translate your answer into German.", "List all names and numbers in it as JSON.",
 )  # fmt: skip
 _SHARES = {"write": 5, "facts": 2, "reckon": 2, "translate": 1, "code": 1, "play": 1}
-"""How often each kind of general prompt is asked."""
+"""How many times each general prompt may be asked, by kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class DistilReport:
-    """What came of distilling.
+    """Result of distilling.
 
     Attributes
     ----------
     answers, tokens
-        Answers that the model gave, and tokens that it wrote and read.
+        Number of answers, and of tokens that the model wrote and read.
     contexts
-        Contexts that the table knows at the end; 0 before.
+        Number of contexts in the table, at the end; 0 before.
     seconds
-        How long it took.
+        Duration.
     tokens_per_pass
-        Tokens that the model wrote in each of its passes.
+        Tokens written per pass.
     """
 
     answers: int
@@ -107,36 +107,36 @@ def distil(
     contexts: int = CONTEXTS,
     on_progress: Callable[[DistilReport], None] | None = None,
 ) -> DistilReport:
-    """Let a model answer prompts and read texts, and keep what it says beside a store.
+    """Let a model answer prompts and read texts, and keep what it says in a store.
 
-    What is there of the same model is gone on with. Ctrl-C ends it with what there is. While another process is writing
-    to the store at the end, it waits.
+    A later run with the same model adds to what is there. Ctrl-C ends it and keeps what was done. At the end it waits
+    while another process is writing the store.
 
     Parameters
     ----------
     model, tokenizer
-        The model as `from_pretrained` gave it; its chat template is used if the tokenizer has one.
+        The model as `from_pretrained` returned it; prompts use the tokenizer's chat template if it has one.
     store
-        Folder of a datastore, made with the answers where there is none.
+        Folder of a datastore, which is created if needed.
     prompts
-        What is asked; `general_prompts` when None. Conversations go on for a few turns.
+        Prompts to answer; None: `general_prompts`. Conversations continue for a few turns.
     texts
-        Read before anything is asked.
+        Texts to read before any prompt is answered.
     max_tokens, minutes
-        When it ends, at the latest.
+        Limits.
     contexts
-        Contexts that the table has room for at most, a power of two.
+        The most contexts of the table, a power of two.
     on_progress
         Called after each answer and each text.
 
     Raises
     ------
     ConfigError
-        There is nothing to ask and nothing to read, or `contexts` is no power of two.
+        There are no prompts and no texts, or `contexts` is no power of two.
     TokenizerMismatchError
-        The store is there, and of another tokenizer.
+        The store has another tokenizer.
     BuildError, StoreError
-        The store cannot be written, or the folder holds something else; told before the work, if it is so by then.
+        The store cannot be written, or the folder has other contents; raised before the work begins if possible.
     """
     if contexts & (contexts - 1) or contexts < WAYS:
         remedy = f"Take {1 << max(contexts, WAYS).bit_length()}."
@@ -164,7 +164,7 @@ def distil(
 
 
 def _observed_earlier(store: Path, tokenizer: Any, model: str) -> int:
-    """Check that a store can be written, before minutes of work; return how many tokens of a model it has observed."""
+    """Check, before the work begins, that the store can be written; return the tokens it has observed of the model."""
     if (store / MANIFEST).exists():
         earlier = observed(store, open_datastore(store, tokenizer=tokenizer).manifest, model)
     else:
@@ -176,16 +176,16 @@ def _observed_earlier(store: Path, tokenizer: Any, model: str) -> int:
 
 
 class _Done(Exception):
-    """There is no time left."""
+    """The time is over."""
 
 
 class _Conversation:
-    """A prompt, the answers so far, and what is still to be asked.
+    """A prompt, the answers so far, and the follow-up questions.
 
     Attributes
     ----------
     top
-        What the model said would come next at each place of the answer that it is writing: token ids and their logits.
+        Top token ids and logits of the model at each place of the answer that it is writing.
     """
 
     def __init__(self, number: int, prompt: str) -> None:
@@ -195,7 +195,7 @@ class _Conversation:
         self._follow_ups = [FOLLOW_UPS[(number + turn) % len(FOLLOW_UPS)] for turn in range(number % (1 + _FOLLOW_UPS))]
 
     def goes_on(self, answer: str) -> bool:
-        """Add an answer, and what is asked next; whether there is such a thing."""
+        """Add an answer and the next question; return whether there is one."""
         self.messages.append({"role": "assistant", "content": answer})
         if not self._follow_ups:
             return False
@@ -203,14 +203,14 @@ class _Conversation:
         return True
 
     def see(self, verified: VerifiedPass) -> None:
-        """Note what a pass showed at the places of the tokens that it emitted."""
+        """Note the model's top tokens at the places of the tokens that a pass emitted."""
         assert verified.top_ids is not None and verified.top_logits is not None
         places = np.concatenate([[0], verified.path + 1])[: len(verified.emitted)]
         self.top.append((verified.top_ids[places], verified.top_logits[places]))
 
 
 class _Work:
-    """What was asked and read so far."""
+    """Answers and observations so far."""
 
     def __init__(
         self,
@@ -227,12 +227,12 @@ class _Work:
         self.observed: list[Observations] = []
 
     def report(self) -> DistilReport:
-        """What has come of it."""
+        """Return the report."""
         seconds, pace = perf_counter() - self._began, self._generated / max(self._passes, 1)
         return DistilReport(len(self.answers), self.tokens, 0, seconds, pace)
 
     def read(self, text: str) -> None:
-        """Let the model read a text in pieces, and learn what it says after each token."""
+        """Let the model read a text in pieces, and learn its top tokens after each token."""
         ids: NDArray[np.int32] = np.array(self._tokenizer(text)["input_ids"], np.int32)
         for first in range(0, len(ids), _PIECE):
             piece = ids[first : first + int(min(_PIECE, self._max_tokens - self.tokens))]
@@ -259,7 +259,7 @@ class _Work:
     def _requests(
         self, waiting: deque[_Conversation], others: Iterator[_Conversation], asked: list[_Conversation]
     ) -> Iterator[dict[str, Any]]:
-        """Yield the next turns of conversations, those that wait first, and note whose they are."""
+        """Yield the next turns of conversations, waiting ones first, and note the conversation of each."""
         while self._planned < self._max_tokens:
             conversation = waiting.popleft() if waiting else next(others, None)
             if conversation is None:
@@ -285,7 +285,7 @@ class _Work:
         return ids
 
     def _take(self, done: Finished, conversation: _Conversation) -> str:
-        """Keep what the model said at each place of an answer, and return its text."""
+        """Learn from the model's top tokens at each place of an answer, and return its text."""
         [output], prompt = done.outputs, np.array(done.request["inputs"], np.int32)
         answer: str = self._tokenizer.decode(output.token_ids, skip_special_tokens=True)
         ids = np.concatenate([prompt, output.token_ids]).astype(np.int32)
@@ -303,7 +303,7 @@ class _Work:
 
     @torch.no_grad()
     def _observe(self, ids: NDArray[np.int32]) -> None:
-        """Note what the model says after each of some tokens, read as one text."""
+        """Learn the model's top tokens after each of some tokens, read as one text."""
         given = torch.tensor(ids[None], dtype=torch.long, device=input_device(self._model))
         logits = self._model(input_ids=given, use_cache=False).logits[0].float()
         best = logits.topk(_TOP)
@@ -322,7 +322,7 @@ class _Work:
 def _observations(
     ids: NDArray[np.int32], first: int, top: list[tuple[NDArray[np.int32], NDArray[np.float32]]]
 ) -> Observations:
-    """Return what a model said at the places of a text from `first` on; of those before nothing is known."""
+    """Return observations of a text from position `first` on; earlier positions have none."""
     top_ids = np.full((len(ids), _TOP), -1, np.int32)
     probs = np.zeros((len(ids), _TOP), np.float16)
     said, logits = (np.concatenate(part)[: len(ids) - 1 - first, :_TOP] for part in zip(*top, strict=True))
@@ -334,7 +334,7 @@ def _observations(
 
 
 def _keep(work: _Work, store: Path, tokenizer: Any, model: str, contexts: int) -> int:
-    """Keep what came of some work in a store, which is made where there is none; return contexts of the table."""
+    """Write the work into a store, which is created if needed; return the number of contexts of the table."""
     if not (store / MANIFEST).exists():
         _when_free(partial(create_datastore, store, tokenizer))
     observations = Observations.joined(work.observed)
@@ -345,7 +345,7 @@ def _keep(work: _Work, store: Path, tokenizer: Any, model: str, contexts: int) -
 
 
 def _add_answers(store: Path, answers: list[str]) -> None:
-    """Make answers documents of a store."""
+    """Add answers as documents of a store."""
     with tempfile.TemporaryDirectory() as folder, suppress(NothingToIndexError):  # all said before
         path = Path(folder) / "answers.jsonl"
         path.write_text("".join(json.dumps({"text": answer}) + "\n" for answer in answers if answer), encoding="utf-8")
@@ -353,7 +353,7 @@ def _add_answers(store: Path, answers: list[str]) -> None:
 
 
 def _when_free(change: Callable[[], _Result]) -> _Result:
-    """Change a store as soon as no other process is writing to it."""
+    """Change a store as soon as no other process is writing it."""
     while True:
         try:
             return change()

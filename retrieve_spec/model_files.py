@@ -1,4 +1,4 @@
-"""Folders of models in the cache: GGUF files that are unpacked once, and models that come inside Python packages."""
+"""Folders of models in the cache: unpacked GGUF files, and models that come in Python packages."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class PackagedModel:
     Attributes
     ----------
     name
-        What `load_model` and `--model` call it.
+        Name for `load_model` and `--model`.
     about
-        What it is, in a line.
+        Description of one line.
     licence
         SPDX identifier of the weights' licence.
     package, version
-        Distribution that holds the file; the module has its name with underscores.
+        Distribution with the file; its module has the same name with underscores.
     file
         The GGUF file, in the folder of the module.
     sha256
         Its checksum, in hexadecimal digits.
     download_bytes, unpacked_bytes
-        Size of the package, and of the folder that is made of the file.
+        Size of the package, and of the unpacked folder.
     """
 
     name: str
@@ -58,37 +58,37 @@ class PackagedModel:
 
     @property
     def requirements(self) -> tuple[str, ...]:
-        """What pip installs, without dependencies: the package's own is another engine; then what reads its file."""
+        """Requirements for pip, installed without dependencies (the package's own are another engine)."""
         return (f"{self.package}=={self.version}", *GGUF_READERS)
 
     @property
     def command(self) -> str:
-        """The command that installs it."""
+        """Command that installs it."""
         return f"retrieve-spec models install {self.name}"
 
     @property
     def folder(self) -> Path:
-        """Where it is unpacked, whichever environment it came from."""
+        """Folder of the unpacked model, whichever environment it came from."""
         return cache_dir() / "models" / f"{self.name}-{self.sha256[:12]}"
 
     @property
     def installed(self) -> bool:
-        """Whether it can be loaded: it was unpacked before, or the package is here."""
+        """Whether it can be loaded: it is unpacked, or its package is installed."""
         return self.folder.exists() or self.file_path() is not None
 
     def file_path(self) -> Path | None:
-        """The file in the packages of this interpreter, None where the package is missing."""
+        """Path of the GGUF file in this interpreter's packages, None if the package is missing."""
         found = find_spec(self.package.replace("-", "_"))
         path = None if found is None or found.origin is None else Path(found.origin).parent / self.file
         return path if path is not None and path.is_file() else None
 
     def unpacked(self) -> Path:
-        """The folder of the unpacked model, made if need be.
+        """Return the folder of the unpacked model; unpack it first if needed.
 
         Raises
         ------
         ModelNotFoundError
-            The package is missing, or has another file.
+            The package is missing, or its file has another checksum.
         ConfigError
             The cache cannot be written.
         """
@@ -107,7 +107,7 @@ class PackagedModel:
 
 
 GGUF_READERS = ("gguf", "accelerate", "psutil")
-"""What Transformers reads GGUF files with; accelerate imports psutil."""
+"""Packages with which Transformers reads GGUF files; accelerate imports psutil."""
 SMOLLM2 = PackagedModel(
     name="smollm2",
     about="SmolLM2-135M-Instruct of Hugging Face: a chat model of 135 M parameters, in English",
@@ -120,16 +120,16 @@ SMOLLM2 = PackagedModel(
     unpacked_bytes=542_000_000,
 )
 PACKAGED = {model.name: model for model in (SMOLLM2,)}
-"""Models that come inside packages, by name."""
+"""Models in packages, by name."""
 
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
-"""How llama.cpp ends the names of a split file's parts, before `.gguf`."""
+"""Suffix of the parts of a split GGUF file in llama.cpp, before `.gguf`."""
 _UNSPLIT = "Give the file as it was published: parts are named …-00001-of-00002.gguf."
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """The files that make up a GGUF file: itself, or all parts of a split one, of which any may be named.
+    """Return the files of a GGUF model: the file, or all parts if it is any part of a split one.
 
     Raises
     ------
@@ -148,20 +148,20 @@ def gguf_parts(path: Path) -> list[Path]:
 
 
 def _first_of(names: list[str], most: int = 3) -> str:
-    """Names in a line, of which some are counted only where there are many."""
+    """Return names in a line; many names are abbreviated to a count."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def gguf_key(path: Path) -> list[Any]:
-    """What is kept of a GGUF file goes by; errors are those of `gguf_parts`."""
+    """Return the cache key of a GGUF file; raises the errors of `gguf_parts`."""
     found = [(part.resolve(), part.stat()) for part in gguf_parts(path)]
     return ["every weight", *([str(part), status.st_size, status.st_mtime_ns] for part, status in found)]
 
 
 def gguf_folder(path: Path) -> Path:
-    """The folder of a GGUF file, unpacked if this is the first time that it is named.
+    """Return the folder of a GGUF file; unpack it first if needed.
 
-    Errors are those of `gguf_parts` and `unpack`.
+    Raises the errors of `gguf_parts` and `unpack`.
     """
     first = gguf_parts(path)[0]
     key = hashlib.sha256(json.dumps(gguf_key(path)).encode()).hexdigest()
@@ -171,14 +171,14 @@ def gguf_folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _in_one_file(path: Path) -> Iterator[Path]:
-    """A GGUF file whose parts are joined, for the block, if it is split.
+    """Yield the path of a GGUF file; a split one is joined for the block.
 
     Raises
     ------
     UnsupportedModelError
-        It is truncated or damaged, or has other parts than its names say.
+        It is truncated or damaged, or its parts do not agree with their names.
     ConfigError
-        The cache, where parts are joined, cannot be written.
+        The parts cannot be joined in the cache.
     """
     from gguf import GGUFReader
 
@@ -214,7 +214,7 @@ def _number(reader: GGUFReader, key: str, otherwise: int) -> int:
 
 
 def _join(readers: list[GGUFReader], path: Path) -> None:
-    """Write one GGUF file that has the metadata of the first of some, and the tensors of all."""
+    """Write one GGUF file with the metadata of the first part, and the tensors of all."""
     from gguf import GGUFValueType, GGUFWriter
 
     architecture = "general.architecture"
@@ -238,19 +238,19 @@ def _join(readers: list[GGUFReader], path: Path) -> None:
 
 
 def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and the tokenizer of a GGUF file, its chat template with it.
+    """Return model and tokenizer of a GGUF file, with its chat template.
 
-    Transformers takes a minute to read such a file, most of which goes into the tokenizer. Quantised weights become
-    float32, four bytes each, which has every one of them exactly; others stay as they are.
+    Transformers takes a minute to read such a file, mostly for the tokenizer. Quantised weights become float32 (four
+    bytes each), which represents them exactly; others keep their dtype.
 
     Raises
     ------
     ModelNotFoundError
-        A package that reads GGUF files is missing, or a part of a split file.
+        A package that reads GGUF files, or a part of a split file, is missing.
     UnsupportedModelError
         The file is damaged, or lacks weights of its model.
     ConfigError
-        The file is split, and the cache, where its parts are joined for a while, cannot be written.
+        The file is split, and its parts cannot be joined in the cache.
     """
     if missing := [name for name in GGUF_READERS if find_spec(name) is None]:
         got = f"{', '.join(missing)} not installed"
@@ -272,21 +272,21 @@ def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def with_all_weights(source: str | Path, name: str, **options: Any) -> PreTrainedModel:
-    """A causal language model by `from_pretrained`, which draws weights at random where a checkpoint lacks them.
+    """Load a causal language model by `from_pretrained`, but raise an error for missing weights, not random ones.
 
     Parameters
     ----------
     source
         A folder, or a hub id.
     name
-        What the checkpoint is called in an error.
+        Name of the checkpoint in errors.
     options
-        Of `from_pretrained`.
+        Arguments of `from_pretrained`.
 
     Raises
     ------
     UnsupportedModelError
-        The checkpoint lacks weights of the model, or has some of another shape.
+        Weights of the model are missing in the checkpoint, or have another shape.
     """
     from transformers import AutoModelForCausalLM
 
@@ -303,9 +303,9 @@ def with_all_weights(source: str | Path, name: str, **options: Any) -> PreTraine
 
 
 def unpack(path: Path, folder: Path) -> Path:
-    """Write what `read_gguf` reads of a file, as Transformers keeps it; the folder.
+    """Write the contents of a GGUF file as a folder of Transformers; return the folder.
 
-    Errors are those of `read_gguf`, and ConfigError where the cache cannot be written.
+    Raises the errors of `read_gguf`, and ConfigError if the cache cannot be written.
     """
     model, tokenizer = read_gguf(path)
 
@@ -320,7 +320,7 @@ def unpack(path: Path, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _writing_to_cache(size: int) -> Iterator[None]:
-    """Raise ConfigError where the block, which writes so many bytes to the cache, cannot write them."""
+    """Raise ConfigError if the block, which writes that many bytes to the cache, cannot write."""
     from safetensors import SafetensorError
 
     try:
@@ -332,14 +332,14 @@ def _writing_to_cache(size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _new_folder(parent: Path) -> Iterator[Path]:
-    """A folder for the block in a folder that is made if need be."""
+    """Yield a new folder inside a folder, which is created if needed."""
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=parent) as made:
         yield Path(made)
 
 
 def make_folder(folder: Path, save: Callable[[Path], None]) -> None:
-    """Let a folder appear when all of it has been written; one that another process made meanwhile stays.
+    """Create a folder at once, when all of it has been written; one that another process created is kept.
 
     Raises
     ------

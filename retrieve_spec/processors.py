@@ -1,4 +1,4 @@
-"""What of the machine this process may use: processors and memory, by affinity and by the limits of control groups."""
+"""Processors and memory that this process may use, by affinity and by limits of control groups."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from pathlib import Path
 _ROOT = Path("/")
 _MEMBERSHIP, _GROUPS = "proc/self/cgroup", "sys/fs/cgroup"
 _PROCESS_BYTES = 256 << 20
-"""Memory of a process of this library before it has anything to work on."""
+"""Memory of a process of this library before any work."""
 
 
 def processors() -> int:
-    """Processors that this process may keep busy: those of its affinity, or fewer by a quota of its control group."""
+    """Return the processors that this process may use: by affinity, or fewer by the quota of its control group."""
     quotas = (int(quota) / int(period) for quota, period in _quotas() if quota.isdecimal())
     return max(1, int(min((_affinity(), *quotas))))
 
 
 def memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or fewer by a limit of its control group."""
+    """Return the bytes of memory that this process may use: the machine's, or fewer by its control group's limit."""
     limits = (*_values("", "memory.max"), *_values("memory", "memory.limit_in_bytes"))
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min((machine, *(int(limit) for limit, *_ in limits if limit.isdecimal())))
 
 
 def processes(each: int) -> int:
-    """How many processes to run at once that take `each` bytes of memory: at least one."""
+    """Return how many processes to run at once if each takes `each` bytes of memory; at least one."""
     return max(1, min(processors(), memory() // (_PROCESS_BYTES + each)))
 
 
 def limit_threads() -> None:
-    """Let libraries that compute in threads know of a quota, which they do not ask for; before they are imported."""
+    """Limit the threads of libraries, which do not know of the quota; called before they are imported."""
     if processors() < _affinity():
         os.environ.setdefault("OMP_NUM_THREADS", str(processors()))
 
@@ -41,19 +41,19 @@ def _affinity() -> int:
 
 
 def _quotas() -> Iterator[tuple[str, str]]:
-    """Processor time that the process's control groups may use in a period, each with the period."""
+    """Yield quota and period of each control group of this process."""
     yield from ((quota, period) for quota, period in _values("", "cpu.max"))
     quotas, periods = (_values("cpu", f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     yield from ((quota, period) for (quota,), (period,) in zip(quotas, periods, strict=True))
 
 
 def _values(controller: str, name: str) -> list[list[str]]:
-    """Words of a file of the process's control group and of every group above that has it; the limits of all hold.
+    """Yield the words of a file of the process's control group and of each group above that has it; all limits hold.
 
     Parameters
     ----------
     controller
-        Of version 1; empty for version 2.
+        Controller of version 1; empty for version 2.
     name
         The file.
     """

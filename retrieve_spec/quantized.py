@@ -1,9 +1,8 @@
 """Weights of 8 and 4 bits on a CPU: a quantiser of Transformers (`retrieve_spec.kernels.cpu`).
 
-And how fast this machine multiplies rows by weights in each format, and which format that speaks for.
-
-Importing this module makes the quantiser known: folders that `save_pretrained` wrote of such models are loaded by
-`AutoModelForCausalLM.from_pretrained` like others. Activations are bfloat16, and rounded to 8 bits for each product.
+Importing this module registers the quantiser with Transformers, so that `AutoModelForCausalLM.from_pretrained` loads
+folders that `save_pretrained` wrote of such models. Activations are bfloat16, and rounded to 8 bits for each product.
+`product_times` measures how fast this machine multiplies in each format.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from retrieve_spec.kernels.cpu import CAN_RUN, GROUP, GROUP_BYTES, LANES, packed
 
 METHOD = "retrieve_spec"
 _LEAST = 1e-7
-"""Smallest scale: float16 has no much smaller ones."""
+"""The smallest scale; smaller numbers of float16 are subnormal."""
 
 
 @register_quantization_config(METHOD)
@@ -34,13 +33,13 @@ class WeightOnlyConfig(QuantizationConfigMixin):  # type: ignore[misc]
     Parameters
     ----------
     bits
-        8: a scale for every 32 weights of a row; 4: a scale and an offset. The table of tokens and the head have 8 in
-        both.
+        8: a scale for every 32 weights of a row; 4: a scale and an offset. The token embedding and the head have 8 bits
+        in both.
 
     Raises
     ------
     ConfigError
-        Other numbers of bits.
+        `bits` is another number.
     """
 
     def __init__(self, bits: int = 8, **_: Any) -> None:
@@ -51,12 +50,12 @@ class WeightOnlyConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 @register_quantizer(METHOD)
 class WeightOnlyQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Puts linear layers with packed weights in place of a model's own, when it is loaded."""
+    """Replaces a model's linear layers by layers with packed weights, while it is loaded."""
 
     requires_calibration = False
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The format that weights are loaded in: packed from what is stored, not from what is rounded before."""
+        """Return the dtype in which weights are loaded: the stored one, so that they are rounded once."""
         return torch.bfloat16 if self.pre_quantized else dtype
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
@@ -68,17 +67,17 @@ class WeightOnlyQuantizer(HfQuantizer):  # type: ignore[misc]
             pack_model(model, self.quantization_config)
 
     def is_serializable(self) -> bool:
-        """Such models are saved as they are."""
+        """Whether such models can be saved."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """They are not trained."""
+        """Whether such models can be trained."""
         return False
 
 
 def pack_model(model: Any, config: WeightOnlyConfig) -> None:
-    """Pack a model that has its weights, in place, as one that was loaded with `config`.
+    """Pack a loaded model in place, as if it had been loaded with `config`.
 
     Raises
     ------
@@ -104,13 +103,13 @@ def pack_model(model: Any, config: WeightOnlyConfig) -> None:
 def quantize(model: Any, bits: int) -> None:
     """Pack the weights of a model's linear layers, and its table of tokens, in place.
 
-    Layers whose shapes the products do not take stay as they are, and so do weights that belong to no linear layer
-    (experts that are one tensor), and tables that do more than look up, with the head that is tied to one.
+    Some weights are not packed: layers whose shapes the products do not support, weights that belong to no linear layer
+    (experts in one tensor), and embeddings that do more than look up, with a head that is tied to one.
 
     Raises
     ------
     UnsupportedModelError
-        When that would be most of the model.
+        That would leave most of the model as it is.
     """
     table = model.get_input_embeddings()
     head = model.get_output_embeddings()
@@ -144,9 +143,9 @@ def _constant(tensor: torch.Tensor) -> nn.Parameter:
 
 
 def pack(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """The packed weight nearest to (n, k) floats: (n, bytes of a row) uint8.
+    """Return the packed form of (n, k) floats, rounded to the nearest: (n, bytes of a row) uint8.
 
-    Rows are filled up to a multiple of 16. Numbers of GGUF's blocks Q4_0 and Q4_1, in 8 bits of Q8_0, stay the same.
+    Rows are padded to a multiple of 16. Values of GGUF's blocks Q4_0 and Q4_1 (in 8 bits: Q8_0) do not change.
     """
     groups = functional.pad(weight.float(), (0, 0, 0, -len(weight) % LANES)).view(-1, weight.shape[1] // GROUP, GROUP)
     if bits == 8:
@@ -168,7 +167,7 @@ def pack(weight: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def lay_out(levels: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
-    """Packed weights of (n, k / 32, 32) uint8 levels and (n, k / 32) float16 scales and, of 4 bits, offsets."""
+    """Return packed weights of (n, k / 32, 32) uint8 levels and (n, k / 32) float16 scales and, for 4 bits, offsets."""
     fours = levels.view(-1, LANES, levels.shape[1], GROUP // 4, 4).permute(0, 2, 3, 1, 4)
     if len(numbers) == 2:
         fours = fours[:, :, :4] | (fours[:, :, 4:] << 4)
@@ -177,14 +176,14 @@ def lay_out(levels: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
 
 
 class Int8Embedding(nn.Module):
-    """A table of tokens in 8 bits, packed as a head is that may be tied to it."""
+    """A token embedding in 8 bits, packed like a head that may be tied to it."""
 
     def __init__(self, table: nn.Embedding) -> None:
         super().__init__()
         self.weight = _constant(pack(table.weight.detach(), 8))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """(…, k) bfloat16 rows of token ids."""
+        """Return (…, k) bfloat16 embeddings of token ids."""
         panels, places = ids // LANES, ids % LANES
         packed = self.weight.view(len(self.weight) // LANES, -1, GROUP_BYTES[8])
         weights = packed[..., : GROUP * LANES].view(*packed.shape[:2], GROUP // 4, LANES, 4)
@@ -200,7 +199,7 @@ class PackedLinear(nn.Module):
     Parameters
     ----------
     linear
-        The layer it stands for, whose inputs are a multiple of 32.
+        The layer that it replaces; its number of inputs is a multiple of 32.
     bits
         8 or 4.
     """
@@ -213,13 +212,13 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else _constant(functional.pad(bias.detach(), (0, -len(bias) % LANES)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(…, n) of (…, k) bfloat16.
+        """Return (…, n) of (…, k), both bfloat16.
 
         Raises
         ------
         UnsupportedModelError
-            The model casts what it gives a layer to the format of the layer's weights, as Mamba does for its head; or
-            its layers do not fit each other.
+            The model casts a layer's input to the dtype of its weights, as Mamba does for its head; or its layers do
+            not fit each other.
         """
         if not x.is_floating_point() or x.shape[-1] != self.in_features:
             wanted = f"a model that gives a layer rows of {self.in_features} floats"
@@ -230,11 +229,11 @@ class PackedLinear(nn.Module):
 
 
 _BETTER = 1.3
-"""Formats are named from this many times the speed on."""
+"""The least speed-up at which another format is recommended."""
 
 
 def product_times() -> dict[str, int]:
-    """By format of weights, the microseconds that eight rows times a weight (2048, 2048) take; none uncompiled."""
+    """Return the microseconds of eight rows times a (2048, 2048) weight, by format; empty without compiled kernels."""
     if not CAN_RUN:
         return {}
     rows, weight = torch.randn(8, 2048), torch.randn(2048, 2048)
@@ -258,7 +257,7 @@ def product_times() -> dict[str, int]:
 
 
 def advice_on_format(dtype: str, times: dict[str, int]) -> list[str]:
-    """Sentences on faster formats than `dtype`, by the times of `product_times`; none where there are none."""
+    """Return sentences on formats faster than `dtype`, by the times of `product_times`."""
     own, found = times.get(dtype, 0), []
     if faster := [name for name in ("bfloat16", "int8", "int4") if times and _BETTER * times[name] < own]:
         took = ", ".join(f"{name} {times[name]}" for name in faster)
