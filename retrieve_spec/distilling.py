@@ -2,7 +2,7 @@
 
 The best source of drafts for a model is the model itself. Its answers become documents of the store. Its top tokens
 after contexts of one to three tokens, averaged over everything it wrote and read, become a table
-(`retrieve_spec.sources.distilled`).
+(`retrieve_spec.datastore.distilled`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from retrieve_spec.acceleration import accelerated
 from retrieve_spec.datastore.build import add_documents, create_datastore
 from retrieve_spec.datastore.change import check_folder, writer
 from retrieve_spec.datastore.dense import model_fingerprint
+from retrieve_spec.datastore.distilled import keep_distilled, observed
 from retrieve_spec.datastore.manifest import MANIFEST
+from retrieve_spec.datastore.observations import Observations
 from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
@@ -37,8 +39,6 @@ from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.errors import ConfigError, NothingToIndexError, StoreLockedError
 from retrieve_spec.generation.streams import Finished, generate_many
 from retrieve_spec.kernels.recycling import WAYS
-from retrieve_spec.sources.distilled import keep_distilled, observed
-from retrieve_spec.sources.observations import Observations
 from retrieve_spec.verify.interface import input_device
 
 CONTEXTS = 1 << 20

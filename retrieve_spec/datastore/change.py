@@ -261,15 +261,6 @@ def put_files(work: WorkFolder, names: Iterable[tuple[str, str]]) -> None:
         sync_folder(folder)
 
 
-def put_distilled(work: WorkFolder, name: str, made: Path) -> None:
-    """Move a finished distilled table to its place; one whose name is there already is the same."""
-    folder = work.store / DISTILLED
-    folder.mkdir(exist_ok=True)
-    if not (folder / name).is_dir():
-        os.rename(made, folder / name)
-        sync_folder(folder)
-
-
 _OURS = re.compile(
     rf"{LOCK}|{WORK}|{SEGMENTS}|{TOMBSTONES}|{DISTILLED}|(?:{MANIFEST}|tokenizer-\w+\.json)(?:\.tmp)?|{CATALOG}"
 )

@@ -32,17 +32,15 @@ from retrieve_spec.datastore.change import (
     check_folder,
     nothing_to_index,
     publish,
-    put_distilled,
     writer,
 )
 from retrieve_spec.datastore.dense import INDEX
-from retrieve_spec.datastore.files import FileEntry, check_content, link_file, sync_folder
+from retrieve_spec.datastore.distilled import take_tables
+from retrieve_spec.datastore.files import check_content, link_files
 from retrieve_spec.datastore.inspection import list_documents
 from retrieve_spec.datastore.manifest import (
-    DISTILLED,
     SEGMENTS,
     TOMBSTONES,
-    DistilledEntry,
     Manifest,
     SegmentEntry,
     config_of,
@@ -184,7 +182,7 @@ def merge_datastores(
         event = begin_change(work, "merge", stores=[str(store) for store in stores])
         if dense is None:
             return _rewrite_worn(work, unite(work, first, event, folders, progress), progress)
-        first = replace(first, distilled=_take_distilled(work, zip(folders, manifests, strict=True)))
+        first = replace(first, distilled=take_tables(work, zip(folders, manifests, strict=True)))
         shards = list(chain.from_iterable(map(segment_shards, folders, manifests)))
         return grow(work, first, event, shards, config, workers=None, progress=progress)
 
@@ -420,30 +418,9 @@ def unite(
                 )
                 entries.append(replace(taken, name=f"{len(entries):06d}"))
             advance(sum(file.bytes for file in entry.files.values()))
-    distilled = _take_distilled(work, ((store.path, store.manifest) for store in opened))
+    distilled = take_tables(work, ((store.path, store.manifest) for store in opened))
     if not (entries or distilled):
         work.end()
         raise nothing_to_index((), {})
     manifest = replace(manifest, distilled=distilled)
     return publish(work, manifest, (), entries, event, skipped=skipped, seconds=watch.seconds)
-
-
-def _take_distilled(work: WorkFolder, stores: Iterable[tuple[Path, Manifest]]) -> tuple[DistilledEntry, ...]:
-    """Put the distilled tables of some stores into another one: of each model that of the most tokens."""
-    taken: dict[str, tuple[Path, DistilledEntry]] = {}
-    for store, manifest in stores:
-        for entry in manifest.distilled:
-            if entry.model not in taken or entry.tokens > taken[entry.model][1].tokens:
-                taken[entry.model] = store / DISTILLED / entry.name, entry
-    for folder, entry in taken.values():
-        link_files(folder, entry.files, made := work.path / entry.name)
-        put_distilled(work, entry.name, made)
-    return tuple(entry for _, entry in taken.values())
-
-
-def link_files(source: Path, files: dict[str, FileEntry], folder: Path) -> None:
-    """Put files of a store into a new folder: links where they can be, otherwise copies that were checked."""
-    folder.mkdir()
-    for name, file in files.items():
-        link_file(source / name, folder / name, file)
-    sync_folder(folder)

@@ -170,6 +170,14 @@ def link_file(source: Path, target: Path, file: FileEntry) -> None:
             os.fsync(written.fileno())
 
 
+def link_files(source: Path, files: dict[str, FileEntry], folder: Path) -> None:
+    """Put files of a store into a new folder, each as `link_file` does."""
+    folder.mkdir()
+    for name, file in files.items():
+        link_file(source / name, folder / name, file)
+    sync_folder(folder)
+
+
 @contextmanager
 def read_in_order(array: NDArray[Any]) -> Iterator[None]:
     """Let the system read ahead in a scattered array of `map_array`: page by page, all of it would take minutes on a

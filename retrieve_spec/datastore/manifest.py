@@ -23,7 +23,9 @@ from retrieve_spec.errors import (
     StoreVersionError,
 )
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+"""Format of a store with distilled tables; versions that do not know these refuse it, where they would drop them."""
+_WITHOUT_TABLES = 3
 MANIFEST = "manifest.json"
 CATALOG = "catalog.sqlite"
 WORK = "work"
@@ -69,7 +71,7 @@ class SegmentEntry:
 
 @dataclass(frozen=True, slots=True)
 class DistilledEntry:
-    """What one model says after short contexts (`retrieve_spec.sources.distilled`).
+    """What one model says after short contexts (`retrieve_spec.datastore.distilled`).
 
     Attributes
     ----------
@@ -186,7 +188,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """JSON object with the format version and a checksum over the rest."""
         body = {
-            "format": FORMAT_VERSION,
+            "format": FORMAT_VERSION if self.distilled else _WITHOUT_TABLES,
             "documents": self.documents,
             "tokens": self.tokens,
             "bytes": self.bytes,
@@ -259,7 +261,7 @@ def manifest_of(content: bytes, path: str | Path) -> Manifest:
     found = raw.get("format") if isinstance(raw, dict) else None
     if not isinstance(found, int):
         raise StoreCorruptError(f"a store manifest in {path}", "JSON without a format version", _REBUILD)
-    if found != FORMAT_VERSION:
+    if found not in (_WITHOUT_TABLES, FORMAT_VERSION):
         remedy = "Upgrade retrieve-spec to read it." if found > FORMAT_VERSION else _REBUILD
         raise StoreVersionError(f"format {FORMAT_VERSION} in {path}", f"format {found}", remedy)
     recorded = raw.pop("checksum", None)

@@ -15,8 +15,10 @@ from filelock import FileLock
 import retrieve_spec as rs
 from retrieve_spec.cli import cli
 from retrieve_spec.datastore.build import add_documents, create_datastore
+from retrieve_spec.datastore.distilled import keep_distilled, observed
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, retokenize_datastore
 from retrieve_spec.datastore.inspection import verify_datastore
+from retrieve_spec.datastore.observations import Observations
 from retrieve_spec.datastore.share import pull_datastore, push_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.distilling import distil, general_prompts
@@ -24,8 +26,7 @@ from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.errors import BuildError, ConfigError, StoreCorruptError, TokenizerMismatchError, TraceError
 from retrieve_spec.sources import SOURCE_NAMES
-from retrieve_spec.sources.distilled import distilled_tables, keep_distilled, observed
-from retrieve_spec.sources.observations import Observations
+from retrieve_spec.sources.distilled import distilled_tables
 
 
 def said(*contexts):
@@ -138,6 +139,33 @@ def test_tables_are_pushed_pulled_and_merged(make_store, tmp_path):
     assert {entry.model for entry in open_datastore(own.path).manifest.distilled} == {"model:1", "model:2"}
     merge_datastores(tmp_path / "merged", [store.path, own.path])
     assert {entry.model for entry in open_datastore(tmp_path / "merged").manifest.distilled} == {"model:1", "model:2"}
+
+
+def test_tables_of_one_model_become_one_with_each_text_once(make_store, tmp_path):
+    """Of two machines that went on with copies of one store."""
+    url = f"file://{tmp_path}/remote"
+    first, second = keep(make_store([[90, 91]]), said(([5], (7, 9)))), make_store([[80, 81]])
+    push_datastore(first.path, url)
+    pull_datastore(url, second.path)
+    keep(first, said(([6], (8, 9)))), keep(second, said(([4], (3, 9))))
+    keep(second, said(([1], (2, 9))), "model:2")
+    merge_datastores(tmp_path / "merged", [first.path, second.path])
+    push_datastore(first.path, url)
+    pull_datastore(url, second.path)
+    for folder in (tmp_path / "merged", second.path):
+        verify_datastore(folder)
+        joined = open_datastore(folder)
+        assert sorted((entry.model, entry.tokens) for entry in joined.manifest.distilled) == [
+            ("model:1", 3), ("model:2", 1)
+        ]  # fmt: skip
+        assert [first_tokens(joined, last)[0] for last in (4, 5, 6)] == [3, 7, 8]
+
+
+def test_a_store_with_tables_is_of_a_format_that_earlier_versions_refuse(store):
+    formats = [json.loads((store.path / "manifest.json").read_text())["format"]]
+    keep(store, said(([5], (7, 9))))
+    formats.append(json.loads((store.path / "manifest.json").read_text())["format"])
+    assert formats == [3, 4] and open_datastore(store.path).manifest.distilled
 
 
 def test_a_table_alone_is_a_store_to_pull_and_merge(numbers, tmp_path):

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from retrieve_spec.datastore.observations import BACKOFF, Observations, averaged
 from retrieve_spec.kernels import recycling
-from retrieve_spec.sources.observations import BACKOFF, Observations, averaged
 
 
 def smoothed(observations, context, k):
@@ -54,3 +54,13 @@ def test_averages_are_those_of_every_context():
             for s, e in zip(np.cumsum(lengths) - lengths, np.cumsum(lengths), strict=True)
             for i in range(e - s)
         )
+
+
+def test_a_text_that_was_observed_twice_counts_once():
+    texts = [[5, 6], [7], [5, 6], [5], [7]]
+    token_ids = np.array([token for text in texts for token in text], np.int32)
+    top_ids = np.arange(2 * len(token_ids), dtype=np.int32).reshape(-1, 2)
+    all_of_it = Observations(token_ids, np.array([2, 1, 2, 1, 1]), top_ids, np.ones(top_ids.shape, np.float16))
+    once = all_of_it.without_repeats()
+    assert once.token_ids.tolist() == [5, 6, 7, 5] and once.lengths.tolist() == [2, 1, 1]
+    assert once.top_ids.tolist() == top_ids[[0, 1, 2, 5]].tolist() and once.probs.shape == (4, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -35,9 +36,18 @@ class Observations:
     probs: NDArray[np.float16]
 
     @classmethod
-    def joined(cls, parts: list[Observations]) -> Observations:
+    def joined(cls, parts: Sequence[Observations]) -> Observations:
         """All of some, in order."""
         return cls(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(cls)))
+
+    def without_repeats(self) -> Observations:
+        """Return the observations with equal texts left out, but for the first of them."""
+        first: dict[bytes, int] = {}
+        for number, end in enumerate(np.cumsum(self.lengths)):
+            first.setdefault(self.token_ids[end - self.lengths[number] : end].tobytes(), number)
+        kept = np.isin(np.arange(len(self.lengths)), list(first.values()))
+        rows = np.repeat(kept, self.lengths)
+        return Observations(self.token_ids[rows], self.lengths[kept], self.top_ids[rows], self.probs[rows])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,154 @@
+"""Distilled tables in a store: what a model says after contexts of one to three tokens, and what it was made of."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.datastore.build import changing
+from retrieve_spec.datastore.change import WorkFolder, begin_change, publish
+from retrieve_spec.datastore.files import FileEntry, check_content, link_files, map_array, sync_folder, write_files
+from retrieve_spec.datastore.manifest import DISTILLED, DistilledEntry, Manifest, content_name
+from retrieve_spec.datastore.observations import Contexts, Observations, averaged, rank_in_group
+from retrieve_spec.kernels.recycling import MOST, SET, WAYS
+
+_OBSERVED = {"token_ids": "<i4", "lengths": "<i8", "top_ids": "<i4", "probs": "<f2"}
+_DTYPES = {"sets": "<u8", "entries": "<i4", **_OBSERVED}
+"""Files of a table with their dtypes: the table, and the observations that it was made of."""
+_SET_BYTES = SET * np.dtype(np.uint64).itemsize
+
+
+def keep_distilled(observations: Observations, capacity: int, store: Path, model: str) -> int:
+    """Add observations of a model to its table in a store.
+
+    Parameters
+    ----------
+    observations
+        New observations; the store keeps them, too, so that a later run can add to them.
+    capacity
+        The most contexts of the table, a power of two; the most observed ones are kept.
+    store
+        Folder of the store.
+    model
+        Fingerprint of the model.
+
+    Returns
+    -------
+    int
+        Number of contexts in the table.
+
+    Raises
+    ------
+    BuildError
+        The store cannot be written, and is unchanged.
+    StoreCorruptError
+        The earlier observations are damaged.
+    StoreLockedError
+        Another process is writing the store.
+    """
+    with changing(store, "distil") as (work, manifest):
+        event = begin_change(work, "distil", model=model)
+        observations = Observations.joined([*observed(store, manifest, model), observations])
+        entry, count = _write_table(work, observations, capacity, model)
+        others = [other for other in manifest.distilled if other.model != model]
+        following = replace(manifest, distilled=(*others, entry))
+        publish(work, following, manifest.segments, (), event, counts=(0, 0))
+    return count
+
+
+def take_tables(work: WorkFolder, stores: Iterable[tuple[Path, Manifest]]) -> tuple[DistilledEntry, ...]:
+    """Put the tables of some stores into another one; those of one model become one, with each text counted once.
+
+    Raises
+    ------
+    StoreCorruptError
+        Observations to join are damaged.
+    """
+    by_model: dict[str, dict[str, tuple[Path, DistilledEntry]]] = {}
+    for store, manifest in stores:
+        for entry in manifest.distilled:
+            by_model.setdefault(entry.model, {})[entry.name] = store / DISTILLED / entry.name, entry
+    taken = []
+    for model, tables in by_model.items():
+        (folder, entry), *others = tables.values()
+        if others:
+            joined = Observations.joined([_observations(*table) for table in tables.values()])
+            room = sum(each.files["sets"].bytes // _SET_BYTES * WAYS for _, each in tables.values())
+            entry, _ = _write_table(work, joined.without_repeats(), 1 << (room - 1).bit_length(), model)
+        else:
+            link_files(folder, entry.files, made := work.path / DISTILLED)
+            _put(work, entry.name, made)
+        taken.append(entry)
+    return tuple(taken)
+
+
+def observed(store: Path, manifest: Manifest, model: str) -> list[Observations]:
+    """Return the observations of a model in a store; empty without any.
+
+    Raises
+    ------
+    StoreCorruptError
+        They are damaged.
+    """
+    return [_observations(store / DISTILLED / each.name, each) for each in manifest.distilled if each.model == model]
+
+
+def mapped(folder: Path, files: dict[str, FileEntry], name: str) -> NDArray[Any]:
+    """Map one of a table's files into memory; raises the errors of `map_array`."""
+    return map_array(folder / name, files[name], (_DTYPES[name],))
+
+
+def _observations(folder: Path, entry: DistilledEntry) -> Observations:
+    """Return the observations of a table, whose checksums are compared."""
+    for name in _OBSERVED:
+        check_content(folder / name, entry.files[name])
+    token_ids, lengths, top_ids, probs = (mapped(folder, entry.files, name) for name in _OBSERVED)
+    rows = len(token_ids)
+    return Observations(token_ids, lengths, top_ids.reshape(rows, -1), probs.reshape(rows, -1))
+
+
+def _write_table(work: WorkFolder, observations: Observations, capacity: int, model: str) -> tuple[DistilledEntry, int]:
+    """Write the table of some observations into a store; return its entry, and the number of its contexts."""
+    contexts = averaged(observations)
+    capacity = min(capacity, max(1 << (2 * len(contexts.keys)).bit_length(), WAYS))
+    sets, entries = _placed(contexts, capacity)
+    arrays: dict[str, NDArray[Any]] = {"sets": sets, "entries": np.append(entries, np.zeros(MOST, np.int32))}
+    arrays |= {name: getattr(observations, name) for name in _OBSERVED}
+    (made := work.path / DISTILLED).mkdir()
+    files = write_files(made, {name: array.reshape(-1) for name, array in arrays.items()})
+    entry = DistilledEntry(content_name(files), model, len(observations.token_ids), files)
+    _put(work, entry.name, made)
+    return entry, int(np.count_nonzero(sets[:, :WAYS]))
+
+
+def _put(work: WorkFolder, name: str, made: Path) -> None:
+    """Move a finished table to its place in the store; one with the same name there is the same."""
+    folder = work.store / DISTILLED
+    folder.mkdir(exist_ok=True)
+    if (folder / name).is_dir():
+        shutil.rmtree(made)
+    else:
+        os.rename(made, folder / name)
+        sync_folder(folder)
+
+
+def _placed(contexts: Contexts, capacity: int) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+    """(sets, entries) of a table, as `retrieve_spec.kernels.recycling` reads them."""
+    k = contexts.top_ids.shape[1]
+    home = ((contexts.keys >> np.uint64(20)) & np.uint64(capacity // WAYS - 1)).astype(np.int64)
+    order = np.lexsort((-contexts.counts, home))
+    way = rank_in_group(home[order])
+    order, way = order[way < WAYS], way[way < WAYS]
+    sets = np.zeros((capacity // WAYS, SET), np.uint64)
+    sets[home[order], way] = contexts.keys[order]
+    sets[home[order], WAYS + way] = contexts.counts[order]
+    entries = np.zeros((capacity, 2 * k), np.int32)
+    entries[home[order] * WAYS + way] = np.hstack([contexts.top_ids[order], contexts.probs[order].view(np.int32)])
+    return sets, entries
