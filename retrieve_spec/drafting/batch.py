@@ -1,4 +1,4 @@
-"""Batches: requests of an engine that keeps their texts, drafted for by one compiled call."""
+"""Batches: drafts for requests of an engine that keeps their texts, by one compiled call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FIRST_OUTPUT = 1024
 
 
 class BatchRow(MixtureDrafter):
-    """A `MixtureDrafter` without recycling that can also be one of the rows of a compiled call (`Slots`)."""
+    """A `MixtureDrafter` without recycling that can be a row of a compiled call (`Slots`)."""
 
     _always_reads_stores = True
 
@@ -46,14 +46,14 @@ class BatchRow(MixtureDrafter):
         self._reserve(_FIRST_OUTPUT)
 
     def _reserve(self, capacity: int) -> None:
-        """Have room for so many tokens that are generated in compiled calls."""
+        """Make room for tokens that are generated in compiled calls."""
         if capacity > len(self._output):
             self._output = np.concatenate([self._output, np.empty(capacity - len(self._output), np.int32)])
         fields = self._state.fields
         fields["output"], fields["output_capacity"] = address_of(self._output), len(self._output)
 
     def _collect(self) -> None:
-        """Take over what compiled calls have kept."""
+        """Append the tokens that compiled calls have stored."""
         fields = self._state.fields
         self._transcript.append(self._output[: fields["output_length"]].copy())
         fields["output_length"] = 0
@@ -62,19 +62,19 @@ class BatchRow(MixtureDrafter):
         return len(verified.path)  # engines may give more than these and one
 
     def observe(self, verified: VerifiedPass) -> None:
-        """Take tokens into the text; all that come between two drafts are learned at once."""
+        """Append tokens to the text; all tokens between two drafts are learned at once."""
         self._collect()
         self._state.fields["num_drafted"] = 0  # what a compiled call has drafted is not what was verified
         if self._asked or not self._pending.extend_last(verified.emitted):
             super().observe(verified)
 
     def draft(self, budget: Budget, chain: bool = False) -> DraftTree:
-        """Draft within the budget: see `MixtureDrafter.draft`; the draft of a compiled call is forgotten."""
+        """Draft within the budget: see `MixtureDrafter.draft`; the draft of a compiled call is dropped."""
         self._state.fields["num_drafted"] = 0
         return super().draft(budget, chain)
 
     def make_room(self, length: int) -> None:
-        """Make room for a text of so many tokens, and take into its automaton what that had no room for."""
+        """Make room for a text of that many tokens, and append to its automaton what did not fit before."""
         fields = self._state.fields
         unread, held = int(fields["num_unread"]), int(fields["output_length"])
         if unread:
@@ -83,7 +83,7 @@ class BatchRow(MixtureDrafter):
         self._reserve(2 * (held + length - int(fields["length"])))
 
     def prepare_step(self) -> int:
-        """Learn what waits, and return the address of the request for compiled calls."""
+        """Learn from pending passes, and return the address of the request for compiled calls."""
         self._learn_pending()
         return self._state.address
 
@@ -92,7 +92,7 @@ class BatchRow(MixtureDrafter):
         self._state.refresh_sessions()
 
     def skip_step(self, now: int) -> None:
-        """Let a draft that was made for the step before be verified by the next one."""
+        """Let the draft of the previous step be verified by the next one."""
         fields = self._state.fields
         fields["step"] += fields["step"] == now - 1
 
@@ -106,7 +106,7 @@ class BatchRow(MixtureDrafter):
 
 
 class RequestDiverged(Exception):
-    """A row's text does not go on from what its request was given.
+    """The text of a row does not continue the tokens that its request was given.
 
     Attributes
     ----------
@@ -120,7 +120,7 @@ class RequestDiverged(Exception):
 
 
 class Slots:
-    """Rows of an engine's steps: all that a compiled call needs of them, made once for as long as they stay.
+    """Rows of an engine's steps: the arrays of a compiled call, reused while the rows stay the same.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ class Slots:
         self._session = rows[0].session if rows else None
 
     def step(self, plan: NDArray[Any], lengths: NDArray[np.int32], cost: NDArray[np.float32]) -> list[list[int]]:
-        """Follow what the texts say, learn from it, and draft: the tokens for each row (`kernels.batch.step_chains`).
+        """Append the texts' new tokens, learn from them, and draft a chain per row (`kernels.batch.step_chains`).
 
         Raises
         ------
@@ -159,7 +159,7 @@ class Slots:
             return self._step(plan, lengths, cost)
 
     def _step(self, plan: NDArray[Any], lengths: NDArray[np.int32], cost: NDArray[np.float32]) -> list[list[int]]:
-        """Call the kernel until it has found room for all that came."""
+        """Call the kernel again until there is room for all tokens."""
         plan["begin"], count = 0, len(self.rows)
         addresses = address_of(plan), address_of(self._calls)
         while (drafted := kernels.step_chains(*addresses, count, lengths, cost, self._out)) < 0:
@@ -177,7 +177,7 @@ class Slots:
         return drafts
 
     def skip(self, plan: NDArray[Any]) -> None:
-        """Count a step without a look: what it verified is judged at the next one."""
+        """Count a step that was not observed; the next step judges what it verified."""
         for row in self.rows:
             row.skip_step(int(plan["now"][0]))
         plan["now"] += 1

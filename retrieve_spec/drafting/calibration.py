@@ -1,4 +1,4 @@
-"""Calibration: how far each source can be trusted, learned as plain arrays that can be saved and loaded."""
+"""Calibration: how reliable each source is, learned as plain arrays that can be saved and loaded."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ class Calibration:
             self._phrases_saved = self.phrases.requests
 
     def unigrams(self, mute: bool = False) -> Unigrams:
-        """Tokens without a context of one text, ranked by what is learned here."""
+        """Return the unigrams of a text, ranked by what this calibration has learned."""
         return Unigrams(self.rates, self.factors, self.classes, mute)
 
     def learn_draft(self, expected: float, accepted: int, noise: bool) -> None:
-        """Learn what became of a draft: tokens expected (more than 0, the ratio included) and tokens accepted."""
+        """Learn the result of a draft: expected (more than 0, ratio included) and actual number of accepted tokens."""
         kernels.learn_draft(self.drafts[int(noise)], expected, accepted)
 
     def keep(self, at_once: bool = False) -> None:
-        """Count a request, and write the tables to `path` (if there is one) after the first and every 16th.
+        """Count a request; after the first and every 16th, write the tables to `path`, if there is one.
 
         With `at_once` nothing is counted, and they are written.
         """
@@ -95,7 +95,7 @@ class Calibration:
                 self._phrases_saved = self.phrases.requests
 
     def forget(self) -> None:
-        """Empty the phrases, and delete their file; weights hold no text and stay."""
+        """Forget the phrases, and delete their file; weights contain no text and stay."""
         self.phrases.forget()
         self._phrases_saved = 0
         if self.path is not None:
@@ -107,24 +107,24 @@ class Calibration:
                         path.unlink(missing_ok=True)
 
     def begin_with(self, other: Calibration) -> None:
-        """Start from another one's tables, unless this one has learned something."""
+        """Copy the tables of another calibration, unless this one has learned something."""
         if not self.cells.any():
             for name in ("cells", "scale", "drafts"):
                 getattr(self, name)[...] = getattr(other, name)
 
     def save(self, path: str | Path) -> None:
-        """Write all tables as one flat ``.npy``, put in place at once."""
+        """Write all tables as one flat ``.npy``, atomically."""
         learned = (self.cells, self.scale, self.rates, self.factors, self.drafts)
         tables = [table.ravel() for table in learned]
         put_array(Path(path), np.concatenate(tables, dtype=np.float32))
 
     def statistics(self) -> dict[str, tuple[float, float]]:
-        """How many candidates of each source were right, and how many were expected to be; old ones fade."""
+        """Return how many candidates of each source were right, and how many were expected to be; old ones fade."""
         hits, expected = self.scale.reshape(2, NUM_SOURCES, -1, 2).sum((0, 2), dtype=np.float64).T.tolist()
         return {name: (h, p) for name, h, p in zip(SOURCE_NAMES[:NUM_SOURCES], hits, expected, strict=True) if p > 0}
 
     def _unpack(self, flat: NDArray[np.float32]) -> None:
-        """Take over what `save` wrote; `StoreCorruptError` where it is anything else."""
+        """Load what `save` wrote; raise `StoreCorruptError` for anything else."""
         whole = flat.shape == (_SIZE,) and flat.dtype == np.float32
         if not whole or not np.isfinite(flat).all() or (flat < 0).any():
             got = f"{flat.dtype} of shape {flat.shape}"
@@ -156,7 +156,7 @@ def _phrases_path(path: Path) -> Path:
 
 
 def put_array(target: Path, array: NDArray[Any], what: str = "calibration", private: bool = False) -> None:
-    """Write an array as ``.npy``, put in place at once; what cannot be written is logged.
+    """Write an array as ``.npy``, atomically; an error is logged.
 
     Nobody else may read a `private` one, unless its owner has let them.
     """
@@ -167,6 +167,6 @@ def put_array(target: Path, array: NDArray[Any], what: str = "calibration", priv
 
 
 def calibration_for(datastores: Sequence[Datastore], model_key: str) -> Calibration:
-    """Calibration kept beside the first writable store; a new one in memory when there is none."""
+    """Return the calibration beside the first writable store, or a new one in memory."""
     paths = [store.calibration_path(model_key) for store in datastores]
     return Calibration(next((path for path in paths if path is not None), None))

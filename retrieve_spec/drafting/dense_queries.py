@@ -1,4 +1,4 @@
-"""Dense queries: when the dense index is asked, by what earlier queries added and cost."""
+"""Dense queries: when to search the dense index, by the gain and the cost of earlier searches."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from retrieve_spec.kernels.calibration import LENGTH_BUCKETS, length_bucket
 from retrieve_spec.sources.dense import DenseSource
 
 FIRST_QUERIES = 24
-"""Compared queries before a gain is believed, that of all buckets together and then that of a bucket by itself."""
+"""Compared queries before the gain of all buckets together, and then of one bucket, is used."""
 MEMORY = 64.0
 """Compared queries over which the gain is averaged."""
 COMPARE_EVERY = 8
-"""One query of so many is compared later on."""
+"""Later, one query in this many is compared."""
 PROBE_EVERY = 64
-"""A bucket where queries do not pay is asked once in so many passes."""
+"""A bucket where queries do not pay is queried once in this many passes."""
 LEAST_GAIN = 0.1
-"""Tokens a query must add where it is not known what a pass takes."""
+"""Tokens that a query must gain while the time of a pass is unknown."""
 
 
 class QueryGate:
-    """Decides when to query: the tokens gained per query against its time, per length of the longest exact match.
+    """Decides when to query, by the gain in tokens and the time of a query, per length of the longest exact match.
 
     The gain is a comparison, not an estimate: now and then the tree is also grown without the neighbours, and both are
     held against the tokens that came, and what a wider tree takes against what it brought.
@@ -36,12 +36,12 @@ class QueryGate:
         self._passes: NDArray[np.int64] = np.zeros(LENGTH_BUCKETS, np.int64)
         self._asked: NDArray[np.int64] = np.zeros(LENGTH_BUCKETS, np.int64)
         self.seconds = 0.0
-        """Running average of what a query takes."""
+        """Average seconds of a query."""
         self.queries = 0
-        """Queries so far."""
+        """Number of queries."""
 
     def pays(self, match_len: int, seconds_per_token: float | None) -> bool:
-        """Whether to query at a match of this length; rarely also where it does not pay, to notice when it begins to.
+        """Return whether to query at a match of this length; sometimes also if it does not pay, to notice a change.
 
         Parameters
         ----------
@@ -54,14 +54,14 @@ class QueryGate:
         return bool(self._expected(b) >= needed or self._passes[b] % PROBE_EVERY == 0)
 
     def _expected(self, b: int) -> float:
-        """Gain of a bucket; what all have together while it is little known, as if large before anything is known."""
+        """Return the gain of a bucket; of all buckets while little is known of it, large while nothing is known."""
         if self._seen[b] >= FIRST_QUERIES:
             return float(self._gain[b])
         seen = int(self._seen.sum())
         return float(self._gain @ self._seen) / seen if seen >= FIRST_QUERIES else np.inf
 
     def asked(self, match_len: int, seconds: float) -> bool:
-        """Take down a query; true when it should be compared."""
+        """Count a query; return whether it should be compared."""
         b = length_bucket(match_len)
         self.queries += 1
         self._asked[b] += 1
@@ -69,7 +69,7 @@ class QueryGate:
         return bool(self._seen[b] < FIRST_QUERIES or self._asked[b] % COMPARE_EVERY == 0)
 
     def compared(self, match_len: int, gain: float) -> None:
-        """Learn how many more tokens were accepted than without the query, less those a wider pass took the time of."""
+        """Learn the accepted tokens beyond those without the query, less what the time of a wider pass is worth."""
         b = length_bucket(match_len)
         self._seen[b] += 1
         self._gain[b] += (gain - self._gain[b]) / min(self._seen[b], MEMORY)
@@ -97,19 +97,19 @@ class Comparison:
     gain: float = 0.0
 
     def weigh(self, nodes: int, cost: NDArray[np.float32], seconds_per_token: float | None) -> None:
-        """Price the present pass's tree of so many nodes, by the seconds (m,) that passes over 0 … m - 1 take."""
+        """Price the tree of the current pass by the seconds (m,) of passes over 0 … m - 1 nodes."""
         if self.without is not None and seconds_per_token is not None:
             self.price = float(cost[nodes] - cost[len(self.without)]) / seconds_per_token
 
     def hold_against(self, emitted: NDArray[np.int32]) -> None:
-        """Add what a pass accepted, (a + 1,) tokens with the bonus token, beyond the tree without the query."""
+        """Add the accepted (a + 1,) tokens, bonus included, beyond those of the tree without the query."""
         if self.without is not None:
             self.gain += len(emitted) - 1 - _accepted(self.without, emitted) - self.price
             self.without, self.price = None, 0.0
 
 
 def _accepted(nodes: NDArray[np.int64], emitted: NDArray[np.int32]) -> int:
-    """How many of the tokens that came a tree (n, 2) of tokens and parents holds as a path from the root."""
+    """Return how many of the tokens a tree (n, 2) of tokens and parents has as a path from its root."""
     children = {(parent, token): i for i, (token, parent) in enumerate(nodes.tolist())}
     at = -1
     for depth, token in enumerate(emitted.tolist()):
@@ -121,7 +121,7 @@ def _accepted(nodes: NDArray[np.int64], emitted: NDArray[np.int32]) -> int:
 
 
 class DenseQueries:
-    """When the dense index is queried in a request, and with what.
+    """The dense queries of one request.
 
     Parameters
     ----------
@@ -132,17 +132,17 @@ class DenseQueries:
     def __init__(self, source: DenseSource) -> None:
         self.source, self.gate = source, QueryGate()
         self.comparison: Comparison | None = None
-        """The last query, while its neighbours are followed, if its gain is measured."""
+        """The last query, while its neighbours are followed and its gain is measured."""
         self._hidden: NDArray[np.float32] | None = None
 
     def see(self, emitted: NDArray[np.int32], hidden: NDArray[np.float32] | None) -> None:
-        """Take over what a pass showed: its tokens (a + 1,) and the state (d,) that the last was predicted from."""
+        """Take the tokens (a + 1,) of a pass and the state (d,) from which the last was predicted."""
         self._hidden = hidden
         if self.comparison is not None:
             self.comparison.hold_against(emitted)
 
     def leave(self) -> None:
-        """The text goes on with something else than what the state is known for: end the comparison, drop the state."""
+        """End the comparison and drop the state: the text continues with unobserved tokens."""
         self._hidden = None
         self._end_comparison()
 

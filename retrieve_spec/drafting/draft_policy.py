@@ -1,4 +1,4 @@
-"""Draft policy: passes go by without a draft while drafting takes longer than drafts save."""
+"""Draft policy: skips drafts while drafting takes more time than drafts save."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LONGEST_SKIP = 8
-"""Passes in a row without a draft at most."""
+"""The most consecutive passes without a draft."""
 _MEMORY = 16.0
-"""Drafts after which what they cost and saved has faded to a third."""
+"""Drafts after which older costs and gains have faded to a third."""
 
 
 class DraftPolicy:
-    """Skips drafts for more and more passes the longer they have not paid; one that pays ends that.
+    """Skips drafts for increasingly many passes while they do not pay; one that pays ends that.
 
     What drafts save and take is learned over all requests.
 
@@ -30,11 +30,11 @@ class DraftPolicy:
         self.left = self._misses = 0
 
     def begin_request(self) -> None:
-        """Begin without skipping."""
+        """Begin a request without skipping."""
         self.left = self._misses = 0
 
     def skips(self) -> bool:
-        """Whether this pass goes without a draft; asked once a pass."""
+        """Return whether this pass has no draft; called once per pass."""
         skips = self.left > 0
         self.left -= skips
         return skips

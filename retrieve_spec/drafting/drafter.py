@@ -1,4 +1,4 @@
-"""Drafter protocol between drafting and decoding: what a drafter is asked, and what it learns after each pass."""
+"""Protocol between drafting and decoding: what a drafter returns, and what it learns after each pass."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Budget:
 
 @dataclass(slots=True)
 class VerifiedPass:
-    """What one pass of the target model showed; a drafter may read its arrays until the next draft, or the end.
+    """Result of one pass of the target model; a drafter may read its arrays until the next draft, or the end.
 
     Attributes
     ----------
@@ -87,7 +87,7 @@ class Preparable(Protocol):
 
 @runtime_checkable
 class UsesBigrams(Protocol):
-    """A drafter that can be told what the target says after each single token."""
+    """A drafter that can use the target's top tokens after each single token."""
 
     def use_bigrams(self, bigrams: Bigrams) -> None:
         """Draft from them, from the next request on."""
@@ -95,34 +95,34 @@ class UsesBigrams(Protocol):
 
 @runtime_checkable
 class RemembersText(Protocol):
-    """A drafter that learns from a text it has not drafted for."""
+    """A drafter that can learn from a text it has not drafted for."""
 
     def remember(self, generated: NDArray[np.int32]) -> None:
-        """Learn from a text (n,) that was generated, as at the end of a request."""
+        """Learn from a generated text (n,), as at the end of a request."""
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Turns the text so far into a draft tree, and learns from what the target did with it."""
+    """Turns the text so far into a draft tree, and learns from the target's choices."""
 
     top_k: int
-    """How many of the target's top tokens per visited node `observe` wants (0: none; the loop then skips the work)."""
+    """The number of the target's top tokens per visited node that `observe` needs (0: none are computed)."""
     wants_hidden: Layer | None
-    """The layer whose hidden state `observe` wants; None for none."""
+    """The layer whose hidden state `observe` needs; None for none."""
 
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
-        """Begin a request: forget the last one, read the prompt (L,) and the text the user expects, if any."""
+        """Begin a request: forget the last one, read the prompt (L,) and the expected text, if any."""
 
     def observe_prompt(
         self, token_ids: NDArray[np.int32], top_ids: NDArray[np.int32], top_logits: NDArray[np.float32]
     ) -> None:
-        """See the target's top tokens after each of the last m prompt tokens: (m,), (m, k), (m, k)."""
+        """Observe the target's top tokens after each of the last m prompt tokens: (m,), (m, k), (m, k)."""
 
     def propose(self, budget: Budget) -> DraftTree:
-        """Draft what follows the text so far, within the budget."""
+        """Draft the continuation of the text so far, within the budget."""
 
     def observe(self, verified: VerifiedPass) -> None:
         """Append the emitted tokens to the text so far and learn from the pass."""
 
     def finish(self) -> None:
-        """End the request: keep what may be kept (session text, calibration), drop the rest."""
+        """End the request: keep what may be kept (session, calibration), drop the rest."""

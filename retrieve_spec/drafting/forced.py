@@ -1,4 +1,4 @@
-"""Forced tokens: drafts where a grammar, or whoever names the tokens that may come, leaves no choice.
+"""Forced tokens: drafts where a grammar, or a list of allowed tokens, leaves one choice.
 
 What a text must go on with needs no source: it stands in front of the draft with probability one. After a branch of
 the draft, which may end where something else is forced, it is as probable as the branch.
@@ -15,11 +15,11 @@ from retrieve_spec.drafting.tree import FIELDS, ROOT, DraftTree
 from retrieve_spec.kernels.calibration import FORCED
 
 _WORTH = np.log(0.1)
-"""Logarithm of the probability of a branch below which nobody looks at what is forced after it."""
+"""Log-probability of a branch below which forced tokens after it are not computed."""
 
 
 class Guide(Protocol):
-    """Knows where a text has no choice.
+    """Knows where the next token is determined.
 
     Attributes
     ----------
@@ -30,14 +30,14 @@ class Guide(Protocol):
     judges_drafts: bool
 
     def forced(self, ids: NDArray[np.int64]) -> tuple[int, float] | None:
-        """The token that follows a text (n,) and how probable that is: 1 where no other may.
+        """Return the next token of a text (n,) and its probability: 1 if no other token is allowed.
 
         Less where others may spell the same; None where there is a choice, or the text itself may not be.
         """
 
 
 def forced_run(guide: Guide, ids: NDArray[np.int64], most: int, log_p: float = 0.0) -> DraftTree:
-    """What must follow a text (n,) that is itself so probable: a chain of `most` tokens at most."""
+    """Return the forced tokens after a text (n,) of that probability: a chain of at most `most` tokens."""
     run: list[int] = []
     log_ps: list[float] = []
     while len(run) < most and (found := guide.forced(np.concatenate([ids, np.array(run, np.int64)]))) is not None:
@@ -50,7 +50,7 @@ def forced_run(guide: Guide, ids: NDArray[np.int64], most: int, log_p: float = 0
 
 
 def with_forced(tree: DraftTree, guide: Guide, ids: NDArray[np.int64], ahead: DraftTree, max_depth: int) -> DraftTree:
-    """A draft that begins with what is `ahead` of a text (n,), and goes on with what is forced after its branches.
+    """Return a draft that begins with the tokens `ahead` of a text (n,), with forced tokens added to its branches.
 
     It is at most `max_depth` deep. Where a guide leaves one token nothing else is drafted.
     """
@@ -68,7 +68,7 @@ def with_forced(tree: DraftTree, guide: Guide, ids: NDArray[np.int64], ahead: Dr
 
 
 class _Grown:
-    """The nodes of a draft and of what is forced after them, in depth-first order."""
+    """The nodes of a draft and the forced tokens after them, in depth-first order."""
 
     def __init__(self, tree: DraftTree, guide: Guide, max_depth: int) -> None:
         self._tree, self._guide, self._max_depth = tree, guide, max_depth
@@ -78,14 +78,14 @@ class _Grown:
         self.nodes: list[tuple[Any, ...]] = []
 
     def add(self, tree: DraftTree, node: int, parent: int, above: int = 0) -> int:
-        """Add a node of a tree whose root is so far below this one's; its place."""
+        """Add a node of a tree; return its index."""
         depth = above + int(tree.depth[node])
         rest = tree.log_p[node], tree.source[node], tree.origin[node]
         self.nodes.append((tree.token_ids[node], parent, depth, *rest))
         return len(self.nodes) - 1
 
     def follow(self, node: int, place: int, text: NDArray[np.int64]) -> None:
-        """Add all that comes after a node, which ends a text and has been added at a place."""
+        """Add all nodes after a node, which ends a text and has been added."""
         log_p, depth = (0.0, 0) if node == ROOT else (float(self._tree.log_p[node]), int(self._tree.depth[node]))
         children, tokens = self._children.get(node, []), self._tree.token_ids
         found = self._guide.forced(text) if log_p >= _WORTH else None

@@ -1,4 +1,4 @@
-"""Mixture drafter: one calibrated draft tree out of the cursors of all sources; the engine behind `auto`."""
+"""Mixture drafter: one calibrated draft tree from the cursors of all sources; used by `auto`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BOUNDARY = np.array([BOUNDARY], np.int32)
 
 
 class Transcript:
-    """What was generated in one request, for phrases and session to learn from when it ends.
+    """Tokens generated in one request, from which phrases and session learn at its end.
 
     Parameters
     ----------
@@ -51,24 +51,24 @@ class Transcript:
         self.is_forgotten = False
 
     def append(self, token_ids: NDArray[np.int32]) -> None:
-        """Add generated tokens (n,), whose drafter has learned from them."""
+        """Append generated tokens (n,), from which the drafter has learned."""
         self._parts.append(token_ids)
         if self._session is not None:
             self._session.append(self._text, token_ids)
 
     def break_off(self) -> None:
-        """Note that text which was not generated follows: no phrase reaches over it."""
+        """Mark that text follows which was not generated, so that no phrase spans it."""
         self._parts.append(_BOUNDARY)
 
     def take(self) -> NDArray[np.int32]:
-        """Return all of it, (n,) with boundaries, and forget it."""
+        """Return all of it, (n,) with boundaries, and clear it."""
         parts, self._parts = self._parts, []
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
 class _LastDraft:
-    """The last draft: its nodes, accepted tokens expected of those that were not forced, how many were."""
+    """The last draft: its nodes, their expected accepted tokens without forced ones, the number of forced ones."""
 
     size: int = 0
     expected: float = 0.0
@@ -107,7 +107,7 @@ class MixtureDrafter(ScopedDrafter):
     """
 
     _always_reads_stores = False
-    """Whether kernels that read stores are called where there is none: they are compiled anyway."""
+    """Whether to call kernels that read stores even without stores; set if they are compiled anyway."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class MixtureDrafter(ScopedDrafter):
     @compiles
     @compiling_logged()
     def prepare(self) -> None:
-        """Compile the kernels, or load them from Numba's cache, before the first token depends on it."""
+        """Compile the kernels, or load them from Numba's cache, before the first request."""
         if self.sources.dense is not None:
             self.sources.dense.prepare()
         SuffixAutomaton(16).extend(np.arange(99, dtype=np.int32))  # grows, as no short trial does
@@ -169,7 +169,7 @@ class MixtureDrafter(ScopedDrafter):
         trial.finish()
 
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
-        """Begin a request: forget the last one's text, read the prompt and the expected text."""
+        """Begin a request: forget the last text, read the prompt and the expected text."""
         sources, session = self.sources, self.session
         sources.context.reset()
         sources.unigrams.reset()
@@ -189,7 +189,7 @@ class MixtureDrafter(ScopedDrafter):
         self._state.read(np.ascontiguousarray(prompt_ids, np.int32))
 
     def feed(self, token_ids: NDArray[np.int32]) -> None:
-        """Append text that was neither drafted nor generated (a later turn's context)."""
+        """Append text that was neither drafted nor generated (the context of a later turn)."""
         self._learn_pending()
         self._state.drop_first()
         if self._queries is not None:
@@ -206,7 +206,7 @@ class MixtureDrafter(ScopedDrafter):
             self.sources.recycling.learn_text(token_ids, top_ids, top_logits)
 
     def propose(self, budget: Budget) -> DraftTree:
-        """Draft within the budget; with a cost curve, only as many nodes as pay.
+        """Draft within the budget; with a cost curve, as many nodes as pay.
 
         While drafting takes longer than drafts save, more and more passes go by without one (`DraftPolicy`), so that
         text with nothing to look up costs next to nothing.
@@ -226,7 +226,7 @@ class MixtureDrafter(ScopedDrafter):
         return tree
 
     def draft(self, budget: Budget, chain: bool = False) -> DraftTree:
-        """Learn what passes showed, then draft within the budget, whatever that takes; with `chain` one branch."""
+        """Learn from pending passes, then draft within the budget; with `chain`, a single branch."""
         self._asked = True
         limit = min(budget.max_nodes, MAX_NODES)
         depth = self._last.forced + min(budget.max_depth, self.config.max_depth)
@@ -248,7 +248,7 @@ class MixtureDrafter(ScopedDrafter):
         return DraftTree.of_block(block)
 
     def _query(self, queries: DenseQueries, cost: NDArray[np.float32] | None, limit: int, depth: int) -> None:
-        """Look up neighbours of the last hidden state if none are followed any more and it pays."""
+        """Search neighbours of the last hidden state, if none are followed and it pays."""
         match_len = self._state.longest_match()  # brings the cursors up to date
         cursor = self._state.dense_cursor
         if cursor[0] >= cursor[1] or cursor[3] < 0:
@@ -263,19 +263,19 @@ class MixtureDrafter(ScopedDrafter):
 
     @property
     def first_token(self) -> int:
-        """The token that the last draft began with, or would have if it had paid."""
+        """The first token of the last draft, made or skipped."""
         return int(self._state.fields["first_token"])
 
     def drop_first(self) -> None:
-        """Judge no draft by the token that it would have begun with: the text goes on with something else."""
+        """Do not judge a draft by its first token: the text continues with unobserved tokens."""
         self._state.drop_first()
 
     def _accepted(self, verified: VerifiedPass) -> int:
-        """How many tokens of a draft count as accepted."""
+        """Return how many tokens of a draft count as accepted."""
         return len(verified.emitted) - 1
 
     def observe(self, verified: VerifiedPass) -> None:
-        """Take the emitted tokens into the text so far, and learn from the pass; both when the next draft is due."""
+        """Append the emitted tokens, and learn from the pass; both are done before the next draft."""
         if self._queries is not None:
             self._queries.see(verified.emitted, verified.hidden)
         tree, last = verified.tree, self._last
@@ -301,21 +301,21 @@ class MixtureDrafter(ScopedDrafter):
 
     @property
     def length(self) -> int:
-        """Tokens of the text, those that wait to be learned included."""
+        """Number of tokens of the text, pending ones included."""
         return int(self._state.fields["length"]) + self._pending.num_tokens
 
     def _learn_pending(self) -> None:
-        """Learn from all passes that wait for it."""
+        """Learn from all pending passes."""
         for one in self._pending.take():
             self._learn(one)
 
     def _learn(self, observed: ObservedPass) -> None:
-        """Follow emitted tokens with every source, and learn at each."""
+        """Advance every source by emitted tokens, and learn at each."""
         self._state.step(observed, 0, 0, None, chain=0)
         self._transcript.append(observed.emitted)
 
     def use_bigrams(self, bigrams: Bigrams) -> None:
-        """Draft from what the target says after each single token, from the next request on."""
+        """Draft from the target's top tokens after each single token, from the next request on."""
         self.sources.bigrams = bigrams
 
     def _share(self, siblings: SessionMemory, calibration: Calibration | None) -> None:
@@ -327,7 +327,7 @@ class MixtureDrafter(ScopedDrafter):
             self.calibration = calibration
 
     def leave(self) -> None:
-        """Work for no text any more."""
+        """Stop working for a text."""
         super().leave()
         if self.calibration is not self._own_calibration:  # which has counted no request, but has the phrases
             self.calibration = self._own_calibration
@@ -345,14 +345,14 @@ class MixtureDrafter(ScopedDrafter):
             self.sources.recycling.reset()
 
     def finish(self) -> None:
-        """End the request: phrases and session, if there is one, learn what was generated; calibration is kept."""
+        """End the request: phrases and session learn from the generated text; calibration is kept."""
         self._learn_pending()
         if self._queries is not None:
             self._queries.leave()
         self._remember(self._transcript.take())
 
     def remember(self, generated: NDArray[np.int32]) -> None:
-        """Let phrases and session learn from a text (n,) that was generated, as at the end of a request."""
+        """Let phrases and session learn from a generated text (n,), as at the end of a request."""
         if self.session is not None:
             self.session.append(object(), generated)
         self._remember(generated)

@@ -45,7 +45,7 @@ def build_drafter(
     bigrams: Bigrams | None = None,
     contexts: int = MANY_CONTEXTS,
 ) -> MixtureDrafter | PublishedDrafter:
-    """Drafter that ``config.draft`` names.
+    """Return the drafter that ``config.draft`` names.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Request state: where one text stands in all sources, as the record that kernels read and the arrays it points to."""
+"""Request state: one text in all sources, as the record that kernels read and the arrays it points to."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class ObservedPass(NamedTuple):
 
 _NOTHING = ObservedPass()
 MOST_PASSES, _MOST_TEXTS = 4, 64
-"""Passes that wait to be learned from at most, and those of which only the text waits."""
+"""The most passes that wait to be learned from, and the most of which only the tokens wait."""
 
 
 class PendingPasses:
-    """Passes that are learned from when the next draft is due; of those that nobody drafted for only the text.
+    """Passes to learn from before the next draft; of passes without a draft only the tokens.
 
     Attributes
     ----------
@@ -62,24 +62,24 @@ class PendingPasses:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that wait."""
+        """Number of pending tokens."""
         return sum(map(len, self.texts)) + sum(len(one.emitted) for one in self.passes)
 
     def append_text(self, emitted: NDArray[np.int32], last: bool) -> None:
-        """Let the text (e,) of a pass wait; with `last` what waits is one pass from now on."""
+        """Add the tokens (e,) of a pass; with `last`, all pending tokens count as one pass from now on."""
         self.texts.append(emitted)
         if last or len(self.texts) > _MOST_TEXTS:
             self.passes = self.take()
 
     def extend_last(self, emitted: NDArray[np.int32]) -> bool:
-        """Append tokens (e,) to those of the last pass; whether there is one."""
+        """Append tokens (e,) to those of the last pass; return whether there is one."""
         if self.passes:
             last = self.passes[-1]
             self.passes[-1] = last._replace(emitted=np.concatenate([last.emitted, emitted]))
         return bool(self.passes)
 
     def take(self) -> list[ObservedPass]:
-        """Return all that wait, which then no longer do."""
+        """Return all pending passes, and clear them."""
         passes, self.passes = self.passes, []
         if self.texts:
             texts, self.texts = self.texts, []
@@ -93,7 +93,7 @@ were not forced, the nodes as the block of a `DraftTree`."""
 
 
 def _scratch_of(num_sources: int) -> dict[str, NDArray[Any]]:
-    """Arrays of the expansion kernel for so many sources, by field of a request; reused from pass to pass."""
+    """Return arrays of the expansion kernel for a number of sources, by field of a request; passes reuse them."""
     pool = 64 * MAX_NODES
     return {
         "node_cursors": np.zeros(((MAX_NODES + 1) * num_sources, CURSOR), np.int64),
@@ -108,7 +108,7 @@ def _scratch_of(num_sources: int) -> dict[str, NDArray[Any]]:
 
 
 class RequestState:
-    """One text in all sources, followed and drafted for by compiled calls.
+    """One text in all sources, advanced and drafted for by compiled calls.
 
     What is learned about the use of each source goes on from request to request.
 
@@ -150,7 +150,7 @@ class RequestState:
         self._session_lock: AbstractContextManager[Any] = nullcontext()
 
     def begin(self, sources: TextSources, calibration: Calibration, session: SessionMemory | None) -> None:
-        """Begin a text; the caller keeps its session as it is."""
+        """Begin a text; the session does not change."""
         groups = sources.rows()
         rows = [row for group in groups.values() for row in group]
         places = dict(zip(groups, accumulate(map(len, groups.values()), initial=0), strict=False))
@@ -173,7 +173,7 @@ class RequestState:
         self.sampled = False
 
     def _reset_arrays(self, num_sources: int, learned: Calibration) -> None:
-        """Empty what the kernels keep of a text, and point the record to it."""
+        """Clear the kernels' arrays of a text, and set their addresses in the record."""
         if len(self._arrays["use"]) != num_sources:
             self._arrays |= {"use": np.full(num_sources, request.OF_USE), **_scratch_of(num_sources)}
         self._arrays["cursors"] = self.cursors = np.zeros((num_sources, CURSOR), np.int64)
@@ -185,7 +185,7 @@ class RequestState:
         self.fields["num_sources"], self.fields["pool_size"] = num_sources, len(self._arrays["heap"])
 
     def refresh_sessions(self) -> None:
-        """Read a session whose arrays were replaced where they are now; the caller holds the session's lock.
+        """Update the addresses of a session whose arrays were replaced; the caller holds the session's lock.
 
         Drafters of other threads add to it.
         """
@@ -193,7 +193,7 @@ class RequestState:
             self._table.put(i, automaton.row(SESSION))
 
     def read(self, ids: NDArray[np.int32]) -> None:
-        """Take text (n,) that was not generated into the text so far."""
+        """Append text (n,) that was not generated."""
         with self._session_lock:
             self.refresh_sessions()
             appended = request.read(self.address, ids, FOLLOWED, self._reads_stores)
@@ -201,14 +201,14 @@ class RequestState:
             self.extend(ids[appended:])
 
     def extend(self, ids: NDArray[np.int32]) -> None:
-        """Append tokens to the text's automaton, which makes room for them, and read it where it is then."""
+        """Append tokens to the text's automaton, which grows if needed, and update its address."""
         self._context.extend(ids)
         self._table.put(int(self.fields["text_source"]), self._context.row(CONTEXT))
 
     def step(
         self, observed: ObservedPass, max_nodes: int, max_depth: int, cost: NDArray[np.float32] | None, chain: int
     ) -> Drafted:
-        """Learn what was observed, then draft: one compiled call, or two where the automaton had no room."""
+        """Learn from pending passes, then draft: one compiled call, or two if the automaton had no room."""
         drafted = self._call(observed, max_nodes, max_depth, cost, chain)
         if (room := drafted[0]) == len(observed.emitted):
             return drafted
@@ -240,7 +240,7 @@ class RequestState:
         return drafted
 
     def force(self, chain: DraftTree) -> int:
-        """Let the next draft begin with tokens that no source has to say; returns how many."""
+        """Begin the next draft with given tokens; return how many there are."""
         count = len(chain)
         self.fields["num_forced"] = count
         if count:
@@ -250,13 +250,13 @@ class RequestState:
         return count
 
     def is_noise(self, noise: tuple[int, int, int] | None, length: int) -> bool:
-        """Whether the noise of a text of so many tokens is what drafts are coupled to already."""
+        """Return whether drafts already use this sampling noise for a text of that many tokens."""
         if noise is None:
             return not self.sampled
         return self.sampled and self._noise_key == (*noise[:2], noise[2] - length)
 
     def set_noise(self, noise: tuple[int, int, int] | None, length: int) -> None:
-        """Take over the key of the sampling noise; positions are kept relative to the text of so many tokens."""
+        """Set the key of the sampling noise; positions are relative to a text of that many tokens."""
         self.sampled = noise is not None
         self.fields["sampled"] = self.sampled
         if noise is None:
@@ -268,7 +268,7 @@ class RequestState:
         self.fields["position_offset"] = position - length
 
     def drop_first(self) -> None:
-        """Judge no draft by the token that it would have begun with: the text goes on with something else."""
+        """Do not judge a draft by its first token: the text continues with unobserved tokens."""
         self.fields["first_p"] = 0.0
 
     def nodes(self, count: int) -> NDArray[np.int64]:
@@ -283,12 +283,12 @@ class RequestState:
 
     @property
     def dense_cursor(self) -> NDArray[np.int64]:
-        """(CURSOR,) int64, where the text stands among the neighbours."""
+        """(CURSOR,) int64 cursor in the trie of neighbours."""
         cursor: NDArray[np.int64] = self.cursors[int(self.fields["dense_source"])]
         return cursor
 
     def longest_match(self) -> int:
-        """Tokens that any source but neighbours matches where the text stands."""
+        """Length of the longest match of any source except neighbours."""
         with self._session_lock:
             self.refresh_sessions()
             return int(step.longest_match(self.address, self._reads_stores))

@@ -1,4 +1,4 @@
-"""Scoped drafter: works for texts of several scopes, one after the other, and keeps apart what they taught."""
+"""Scoped drafter: works for texts of several scopes in turn, and keeps apart what it learned from each."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ class ScopedDrafter:
         self._scope = ""
 
     def prepare(self) -> None:
-        """Do what is done once before the first request, such as compiling kernels: published rules do nothing."""
+        """Do one-time work before the first request, such as compiling kernels; published rules have none."""
 
     @property
     def own_session(self) -> SessionMemory | None:
-        """The session that it has when it works for no text."""
+        """Its session while it works for no text."""
         return self.session if self._own is None else self._own[0]
 
     def enter(self, memory: TextMemory) -> None:
-        """Work for a text until `leave`: see what is of its scope only."""
+        """Work for a text until `leave`, with the memory of its scope only."""
         self._own = (self.session,)
         if memory.scope != self._scope:
             self.forget_logits()
@@ -74,18 +74,18 @@ class ScopedDrafter:
             self._share(memory.siblings, memory.calibration)
 
     def _share(self, siblings: SessionMemory, calibration: Calibration | None) -> None:
-        """Draft from what siblings write; rules that do not are left as they are."""
+        """Draft from siblings' texts; rules that cannot are unchanged."""
 
     def leave(self) -> None:
-        """Work for no text any more."""
+        """Stop working for a text."""
         if self._own is not None:
             (self.session,), self._own = self._own, None
         self.requester_id = None
 
     def forget_scope(self, scope: str | None) -> None:
-        """Forget what the last text of a scope taught, or of any; keep nothing of a text that is under way."""
+        """Forget the last text of a scope, or of any scope; a text that is being generated will not be kept."""
         if scope in (None, self._scope):
             self.forget_logits()
 
     def forget_logits(self) -> None:
-        """Forget the target's top tokens in earlier texts; rules without have nothing to forget."""
+        """Forget the target's top tokens in earlier texts; rules without them have nothing to forget."""

@@ -1,4 +1,4 @@
-"""Sources of one text: what it is looked up in, in the order in which sources win ties in match length."""
+"""The sources of one text, in the order that decides between equally long matches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from retrieve_spec.sources.unigrams import Unigrams
 
 @dataclass(slots=True)
 class TextSources:
-    """What one text is looked up in. A source is added here: a field, and its rows in `rows`.
+    """The sources of one text. To add a source, add a field here, and its rows in `rows`.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class TextSources:
     phrases: PhraseMemory | None = None
 
     def rows(self) -> dict[str, list[Row]]:
-        """Rows of every source by its name; of levels that match as many tokens, those of earlier rows come first.
+        """Return the rows of every source by name; of equally long matches, those of earlier rows come first.
 
         What the target said after some tokens tells its next one better than what merely followed them.
         """

@@ -28,17 +28,17 @@ from retrieve_spec.kernels.treemask import (
 )
 
 ROOT = -1
-"""Parent of the nodes that follow the last emitted token."""
+"""Parent of nodes that follow the last emitted token."""
 
 
 FIELDS = ("token_ids", "parent", "depth", "log_p", "source", "origin")
-"""Arrays of a tree, in the order in which one is made of them."""
+"""Arrays of a tree, in the order of its constructor."""
 _NO_I32, _NO_F32 = np.empty(0, np.int32), np.empty(0, np.float32)
 _NO_U8, _NO_I64 = np.empty(0, np.uint8), np.empty(0, np.int64)
 
 
 def _packed(tree: DraftTree) -> NDArray[np.int32]:
-    """The arrays of a tree as one block."""
+    """Return the arrays of a tree as one block."""
     n = len(tree)
     block = np.zeros((BLOCK_ROWS, n), np.int32)
     block[ORIGINS : ORIGINS + 2].reshape(-1).view(np.int64)[:] = tree.origin
@@ -104,13 +104,13 @@ class DraftTree:
 
     @classmethod
     def of_block(cls, block: NDArray[np.int32]) -> DraftTree:
-        """The tree that a kernel wrote into a (`BLOCK_ROWS`, n) int32 block."""
+        """Return the tree that a kernel wrote into a (`BLOCK_ROWS`, n) int32 block."""
         tree = cls.__new__(cls)
         tree.block, tree._size = block, block.shape[1]
         return tree
 
     def __getattr__(self, name: str) -> NDArray[Any]:
-        """An array that was not asked for before."""
+        """Compute an array when it is first read."""
         array: NDArray[Any]
         if name == "block":
             array = _packed(self)
@@ -142,11 +142,11 @@ class DraftTree:
 
     @property
     def expected_accepted(self) -> float:
-        """Sum of path probabilities: how many draft tokens a pass is expected to accept."""
+        """Sum of path probabilities: the expected number of accepted draft tokens."""
         return float(np.exp(self.log_p).sum())
 
     def visible_rows(self, roots: int) -> NDArray[np.int32]:
-        """Return which rows see which in a pass over so many root tokens and then the nodes.
+        """Return which rows see which in a pass over that many root tokens and then the nodes.
 
         Returns
         -------
@@ -156,7 +156,7 @@ class DraftTree:
         return visible_rows(self.parent, roots)
 
     def first_branch(self) -> DraftTree:
-        """The chain from the root along the first child at every node, for models that can only verify chains."""
+        """Return the chain from the root along the first child of every node, for models that verify chains only."""
         keep = []
         at = ROOT
         for i in range(len(self)):
@@ -168,11 +168,11 @@ class DraftTree:
         return chain
 
     def nodes(self, kept: NDArray[Any] | slice) -> DraftTree:
-        """Some nodes, by index, whose parents have the numbers that they have here."""
+        """Return some nodes, by index; parents keep their numbers."""
         return DraftTree(*(getattr(self, name)[kept] for name in FIELDS))
 
     def subtree(self, kept: NDArray[np.int64]) -> DraftTree:
-        """Some nodes, by ascending index and with their ancestors, as a tree of their own."""
+        """Return some nodes, by ascending index and with their ancestors, as a tree."""
         numbers = np.full(len(self) + 1, ROOT, np.int32)  # the last one is the root's
         numbers[kept] = np.arange(len(kept))
         tree = self.nodes(kept)
@@ -197,12 +197,12 @@ class DraftTree:
         assert len(pairs) == n, "two siblings carry the same token"
 
     def first(self, n: int) -> DraftTree:
-        """The first ``n`` nodes, which are a tree too, as parents come first."""
+        """Return the first ``n`` nodes, which are a tree, because parents come first."""
         return self.nodes(slice(n))
 
     @classmethod
     def from_paths(cls, paths: list[list[int]]) -> DraftTree:
-        """Merge token paths into one tree, first path first (tests and scripted drafters)."""
+        """Return a tree of token paths, first path first (for tests and scripted drafters)."""
         places: dict[tuple[int, ...], int] = {(): ROOT}
         nodes: list[tuple[int, int, int]] = []
         for path in paths:

@@ -1,4 +1,4 @@
-"""Hosted drafter: a serving drafter inside an engine that answers its requests whatever becomes of drafting."""
+"""Hosted drafter: a serving drafter inside an engine, which answers its requests even if drafting fails."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from retrieve_spec.integrations.serving import ServingDrafter, Shape
 
 logger = logging.getLogger(__name__)
 DRAFT, KEEP, PREDICTION = "retrieve_spec_draft", "retrieve_spec_keep", "retrieve_spec_prediction"
-"""What a request may say."""
+"""Options of a request."""
 _NO = frozenset({"", "0", "false", "no", "off"})
-"""What a wish that is given as text says no with."""
+"""Strings that mean "no" for an option."""
 _MOST_FAILURES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user of an engine may say.
+    """Options of an engine's user.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Any, place: str, **defaults: Any) -> Options:
-        """Options from what a user wrote.
+        """Return the options that a user wrote.
 
         Parameters
         ----------
@@ -83,7 +83,7 @@ class Options:
         return cls(**{**defaults, **given})
 
     def check_version(self, engine: str, packages: tuple[str, ...], tested: tuple[str, ...], remedy: str) -> None:
-        """Refuse a version of an engine that was never tested, but for `any_version`.
+        """Refuse an untested version of an engine, unless `any_version` is set.
 
         Parameters
         ----------
@@ -110,7 +110,7 @@ class Options:
 
 
 class Hosted:
-    """What engines that others wrote do around a drafter: count failures, begin and end requests, keep what it learned.
+    """What integrations share: count failures, begin and end requests, keep what was learned.
 
     The kernels that drafts need are compiled, and what was learned is written at exit; engines that are killed have
     written it every half minute.
@@ -173,17 +173,17 @@ class Hosted:
 
     @property
     def is_off(self) -> bool:
-        """Whether drafting failed too often to be asked for again."""
+        """Whether drafting is off because it failed too often."""
         return self.failures >= _MOST_FAILURES
 
     def failed(self) -> None:
-        """Note the exception that is being handled, and end all requests: this step goes without drafts."""
+        """Log the current exception, and end all requests; this step has no drafts."""
         self.failures += 1
         logger.exception("drafting failed, %s", "and is off from now on" if self.is_off else "this step goes without")
         self.abandon()
 
     def begin(self, name: str, prompt: NDArray[Any] | Sequence[int], wishes: Mapping[str, Any], sampled: bool) -> bool:
-        """Begin a request; False where it goes without drafts: it says so, or what it asks for cannot be (a warning).
+        """Begin a request; return False if it has no drafts, by its options or because these are invalid (a warning).
 
         Parameters
         ----------
@@ -207,7 +207,7 @@ class Hosted:
         return True
 
     def _prediction(self, wanted: Any) -> list[int] | None:
-        """Tokens of the text that a request expects its answer to repeat: a text or token ids, if it says one."""
+        """Return the tokens of a request's expected answer, a text or token ids, if it has one."""
         if not wanted:
             return None
         if isinstance(wanted, str):
@@ -217,28 +217,28 @@ class Hosted:
         raise PromptError(f"a text or token ids as {PREDICTION}", repr(wanted)[:80], "Leave it out.")
 
     def end(self, name: str, keep: bool = True) -> None:
-        """End a request, if it was begun; with `keep`, session and phrases learn its answer if it lets them."""
+        """End a request, if it was begun; with `keep`, session and phrases learn from it if its options allow that."""
         if name in self._keep:
             self.drafter.finish(name, keep=self._keep.pop(name) and keep)
 
     def abandon(self) -> None:
-        """End all requests; nothing is learned from them."""
+        """End all requests without learning from them."""
         self._keep.clear()
         self.drafter.abandon()
 
     def statistics(self) -> dict[str, float]:
-        """See `ServingDrafter.statistics`; `failures` are steps in which drafting failed, and was left out."""
+        """See `ServingDrafter.statistics`; `failures` are steps without drafts because of an error."""
         return {**self.drafter.statistics(), "failures": self.failures}
 
 
 def _wished(wishes: Mapping[str, Any], name: str) -> bool:
-    """Whether a request wants something, as it does by default; texts count as they read."""
+    """Return whether a request enables an option (the default); strings count as their values."""
     wish = wishes.get(name, True)
     return wish.strip().lower() not in _NO if isinstance(wish, str) else bool(wish)
 
 
 def call_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call at exit a method of what is still there."""
+    """Call a method at exit, if the object still exists."""
     known = method()
     if known is not None:
         known()

@@ -1,4 +1,4 @@
-"""Draft model for llama-cpp-python: proposes what a text will probably say next, by its ids so far.
+"""Draft model for llama-cpp-python: proposes the next tokens of a text, by its ids so far.
 
 Give one to a `Llama`::
 
@@ -32,15 +32,15 @@ from retrieve_spec.integrations.hosted import Hosted, Options, call_if_alive
 
 logger = logging.getLogger(__name__)
 _SAMPLE, _LEAST_ALIKE = 1024, 0.98
-"""Tokens of a store that are compared with the model's, and what share of them must stand for the same text."""
+"""Number of a store's tokens that are compared with the model's, and the share that must have the same text."""
 _LONGEST_PIECE = 32
-"""Bytes of a token's text that llama-cpp-python has room for when it says what a token stands for."""
+"""Bytes that llama-cpp-python reserves for a token's text."""
 _NO_DRAFT = np.empty(0, np.intc)
 
 
 @dataclass(slots=True)
 class _Text:
-    """A text under way: its request, what it was given, whether it is sampled; the last draft's size and time."""
+    """A text: its request, tokens and whether it is sampled; size and time of the last draft."""
 
     name: str
     ids: NDArray[np.int32]
@@ -50,7 +50,7 @@ class _Text:
 
 
 class DraftModel:
-    """Drafts for the texts that a `Llama` of llama-cpp-python writes; any thread may call it.
+    """Drafts for texts of llama-cpp-python's `Llama`; any thread may call it.
 
     A text is known by what it says: ids that go on from the last ones, by no more than a draft and one token, are the
     same text's; any others (another prompt, one that was edited, a next turn of a chat) end it and begin a new one.
@@ -105,7 +105,7 @@ class DraftModel:
         atexit.register(call_if_alive, weakref.WeakMethod(self.close))
 
     def __call__(self, input_ids: NDArray[np.intc], /, **kwargs: Any) -> NDArray[np.intc]:
-        """Draft what follows a text.
+        """Draft the continuation of a text.
 
         Parameters
         ----------
@@ -142,7 +142,7 @@ class DraftModel:
                 return _NO_DRAFT
 
     def expect(self, token_ids: NDArray[Any] | Many[int] | None) -> None:
-        """Say what the answer to the next prompt is expected to repeat: an edited file, above all.
+        """Set the expected answer to the next prompt, such as an edited file.
 
         Parameters
         ----------
@@ -158,7 +158,7 @@ class DraftModel:
             return self._hosted.statistics()
 
     def close(self) -> None:
-        """End the texts under way, so that session and phrases learn their answers, and write what was learned.
+        """End all texts, so that session and phrases learn from their answers, and write what was learned.
 
         That is done at exit, too; a closed draft model can go on drafting.
         """
@@ -198,14 +198,14 @@ class DraftModel:
         return _Text(name, ids, sampled)
 
     def _end_others(self) -> None:
-        """End requests whose text is no longer under way, also those of a `Llama` that is gone."""
+        """End requests whose text is over, and those of a deleted `Llama`."""
         kept = {text.name for text in self._texts.values()}
         for name in self.drafter:
             if name not in kept:
                 self.drafter.finish(name)
 
     def _meet(self, llama: Any) -> tuple[int, int]:
-        """How many drafted tokens who asks can verify (0: it gets none), and how many its text may have."""
+        """Return the most drafted tokens that the caller can verify (0: none), and the longest text."""
         if llama is None:
             return MAX_NODES, sys.maxsize
         known = self._known.get(llama)
@@ -227,7 +227,7 @@ class DraftModel:
 
 
 def _who_generates() -> tuple[Any, Any]:
-    """The `Llama` whose `generate` has called, and that method's names and values; None and none for another caller."""
+    """Return the `Llama` whose `generate` has called, with that method's name and variables; None for other callers."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "generate" and hasattr(frame.f_locals.get("self"), "draft_model"):
@@ -237,7 +237,7 @@ def _who_generates() -> tuple[Any, Any]:
 
 
 def _check_logits(llama: Any) -> None:
-    """Refuse a `Llama` that has room for the logits of one batch only.
+    """Refuse a `Llama` with room for the logits of one batch only.
 
     With a draft model it writes those of every position, and fails at the first one after its batch.
     """
@@ -250,7 +250,7 @@ def _check_logits(llama: Any) -> None:
 
 
 def _check_tokenizer(store: Datastore, llama: Any) -> None:
-    """Compare what some of a store's tokens stand for with what the model takes them for."""
+    """Compare the texts of some of a store's tokens with the model's."""
     ids = np.unique(np.concatenate([segment.to_global[1:] for segment in store.segments] or [np.empty(0, np.uint32)]))
     seen = alike = 0
     for token in ids[:: max(len(ids) // _SAMPLE, 1)].tolist():

@@ -1,4 +1,4 @@
-"""Serving drafter: many requests of one model, drafted for within one budget, whoever runs the model."""
+"""Serving drafter: drafts for many requests of one model within one budget, whichever engine runs the model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GREEDY, SAMPLED = "greedy", "sampled"
 _NO_COST = np.empty(0, np.float32)
 _ANY_TOKEN = 1 << 31
 _SAVE_EVERY = 30.0
-"""Seconds between two times that what was learned is written, where requests end."""
+"""Seconds between writes of what was learned, at the end of requests."""
 _PATIENCE = 4
 """Drafts in a row that do not pay before steps go without: fewer say little about the next one. Waiting for so many
 gains one per cent for a lone sampled request."""
@@ -46,7 +46,7 @@ gains one per cent for a lone sampled request."""
 
 @dataclass(slots=True)
 class Request:
-    """A request under way: its drafter, and what `ServingDrafter.draft` has last drafted for it."""
+    """A request: its drafter, and its last draft by `ServingDrafter.draft`."""
 
     row: BatchRow
     kind: str
@@ -54,7 +54,7 @@ class Request:
 
 
 class ServingDrafter:
-    """Drafts for the requests of an engine that holds the model itself; any of its methods may be called by any thread.
+    """Drafts for the requests of an engine that runs the model itself; any thread may call any method.
 
     Each request has a text of its own, which is never drafted into another's unless there is a session. Stores,
     calibration, phrases and the session are shared. Whatever is drafted, what is emitted is the engine's: a draft can
@@ -126,7 +126,7 @@ class ServingDrafter:
         self._kind = GREEDY
 
     def __iter__(self) -> Iterator[str]:
-        """Names of the requests under way, in the order they were begun."""
+        """Iterate over the names of running requests, in the order they began."""
         with self._lock:
             return iter(list(self._requests))
 
@@ -158,7 +158,7 @@ class ServingDrafter:
         prediction_ids: NDArray[Any] | Many[int] | None = None,
         sampled: bool = False,
     ) -> None:
-        """Begin a request; other threads may go on with theirs while a long prompt is taken in.
+        """Begin a request; other threads can continue theirs while a long prompt is read.
 
         Parameters
         ----------
@@ -193,7 +193,7 @@ class ServingDrafter:
             self._counts["requests"] += 1
 
     def length(self, request: str) -> int:
-        """Tokens that a request has been given, the prompt included.
+        """Return the number of tokens of a request, the prompt included.
 
         Raises
         ------
@@ -204,7 +204,7 @@ class ServingDrafter:
             return self._of(request).row.length
 
     def feed(self, request: str, token_ids: NDArray[Any] | Many[int], *, verified: int | None = None) -> int:
-        """Give a request its next tokens: what was accepted of its draft, and what the model said next.
+        """Append tokens to a request: the accepted tokens of its draft, and the model's next token.
 
         Parameters
         ----------
@@ -248,7 +248,7 @@ class ServingDrafter:
         max_depth: int | Many[int] | None = None,
         shape: Shape = "chain",
     ) -> list[DraftTree]:
-        """Draft what follows the texts of all requests that take part in the engine's next step.
+        """Draft continuations for all requests of the engine's next step.
 
         The nodes go where they are most probably accepted, over all requests, as many as pay by what was `measured`;
         none where nothing does. While nothing was measured, every request gets all it may have.
@@ -366,7 +366,7 @@ class ServingDrafter:
         longest: Many[int],
         max_nodes: int,
     ) -> Slots:
-        """Rows for a step over requests that are not those of the last one.
+        """Return rows for a step whose requests are not those of the last step.
 
         What compiled code will read is looked at here: it looks at nothing itself.
         """
@@ -408,21 +408,21 @@ class ServingDrafter:
         return trees
 
     def _cost_of(self, rows: int, kind: str) -> CostModel:
-        """Cost of steps over so many rows, to the next power of two."""
+        """Return the cost model of steps over that many rows, rounded up to a power of two."""
         return self._costs[kind].of(1 << (rows - 1).bit_length())
 
     def _goes_without(self, cost: CostModel) -> bool:
-        """Whether the next step has no drafts: they did not pay lately, or what it costs without is to be measured."""
+        """Return whether the next step has no drafts: they did not pay lately, or a step without them is measured."""
         return self._backoff.rests() or cost.wants_plain
 
     def _note_step(self, cost: CostModel, nodes: int, context: int, seconds: Seconds | None) -> None:
-        """Note what the next step verifies; where cost decided how many nodes, whether drafting paid."""
+        """Note what the next step verifies, and, if the cost model chose the nodes, whether drafting paid."""
         if seconds is not None:
             self._backoff.record_draft(nodes > 0)
         self._drafted = cost, nodes, context
 
     def measured(self, seconds: float) -> None:
-        """Say what the engine's step over the last drafts took; leave it out of steps that read prompts too.
+        """Report the duration of the engine's step over the last drafts; not for steps that read prompts, too.
 
         From the first report on, nodes are drafted only where they pay.
 
@@ -462,13 +462,13 @@ class ServingDrafter:
                 self.save()
 
     def abandon(self) -> None:
-        """End all requests at once; nothing is learned from them."""
+        """End all requests without learning from them."""
         with self._lock:
             self._requests.clear()
             self._slots = None
 
     def save(self) -> None:
-        """Write to the state folder, if there is one, what was learned."""
+        """Write what was learned to the state folder, if there is one."""
         with self._lock:
             self._saved = perf_counter()
             if self._folder is not None:
@@ -478,7 +478,7 @@ class ServingDrafter:
                 self._answers.keep(at_once=True)
 
     def statistics(self) -> dict[str, float]:
-        """Counts since the beginning.
+        """Return counts since the beginning.
 
         Returns
         -------
@@ -499,31 +499,31 @@ class ServingDrafter:
         return state
 
     def _requests_of(self, requests: Many[str]) -> list[Request]:
-        """Requests under way; `RequestError` where one is not, or named twice."""
+        """Return running requests; raise `RequestError` for a name that is unknown or repeated."""
         if len(set(requests)) < len(requests):
             raise RequestError("each request once", f"{list(requests)}", "Ask for one draft of each.")
         return [self._of(request) for request in requests]
 
 
 def _kind(requests: Many[Request]) -> str:
-    """Return the kind of a step over these requests: tokens are sampled where those of any are."""
+    """Return the kind of a step over these requests: sampled if any of them is."""
     return SAMPLED if any(state.kind == SAMPLED for state in requests) else GREEDY
 
 
 def _seconds(cost: CostModel, context: int) -> Seconds | None:
-    """(MAX_NODES + 1,) seconds of a step with 0 … MAX_NODES nodes; None while nothing is measured."""
+    """Return the (MAX_NODES + 1,) seconds of a step with 0 … MAX_NODES nodes; None without measurements."""
     return cost.seconds(context, MAX_NODES) if cost.measured else None
 
 
 def _per_row(value: int | Many[int], rows: int, name: str) -> list[int]:
-    """A limit for each of so many rows; `ConfigError` where there are others than that."""
+    """Return a limit for each row; raise `ConfigError` for another number of limits."""
     values = [int(value)] * rows if isinstance(value, int | np.integer) else list(value)
     require(len(values) == rows, f"{name} for {rows} requests", values, "Give one number, or one for each.")
     return values
 
 
 def _path_of(tree: DraftTree, emitted: NDArray[np.int32]) -> NDArray[np.int32]:
-    """(a,) int32 nodes of the path of a tree that tokens (e,) took."""
+    """Return the (a,) int32 nodes of a tree along tokens (e,)."""
     path: list[int] = []
     for token in emitted.tolist():
         child = find_child(tree.parent, tree.token_ids, path[-1] if path else -1, token)
@@ -534,7 +534,7 @@ def _path_of(tree: DraftTree, emitted: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def _open_folder(folder: str | os.PathLike[str]) -> Path:
-    """The folder, made where there is none; `ConfigError` where it cannot be."""
+    """Return the folder, created if needed; raise `ConfigError` if it cannot be."""
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -544,7 +544,7 @@ def _open_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def _load_calibrations(folder: Path | None) -> dict[str, Calibration]:
-    """Calibrations for greedy and for sampled text, which have their phrases in common; damaged ones start anew."""
+    """Load the calibrations for greedy and sampled text, which share phrases; a damaged one begins anew."""
     found = {name: Calibration(None if folder is None else folder / f"{name}.npy") for name in (GREEDY, SAMPLED)}
     most = max(found.values(), key=lambda calibration: calibration.phrases.requests)
     for calibration in found.values():
@@ -553,7 +553,7 @@ def _load_calibrations(folder: Path | None) -> dict[str, Calibration]:
 
 
 def _open_answers(path: Path, session_tokens: int) -> AnswerMemory:
-    """Answers of earlier runs; a damaged file is logged and deleted, they are remembered anew."""
+    """Load the answers of earlier runs; a damaged file is logged and deleted."""
     try:
         return answers_by_scope(path, "", session_tokens)
     except RetrieveSpecError as error:

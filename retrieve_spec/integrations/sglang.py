@@ -32,21 +32,21 @@ from retrieve_spec.integrations.hosted import Hosted, Options
 from retrieve_spec.integrations.serving import Shape
 
 TESTED = ("0.5.23",)
-"""Versions of SGLang whose classes the tests know."""
+"""Versions of SGLang that are tested."""
 NAME = "RETRIEVE_SPEC"
-"""What `--speculative-algorithm` calls it."""
+"""Value of `--speculative-algorithm`."""
 PLACE = "RETRIEVE_SPEC_SGLANG"
-"""Environment variable of the options, an object in JSON; SGLang's own arguments have no room for them."""
+"""Environment variable with the options as a JSON object, because SGLang's arguments cannot contain them."""
 _OWN = frozenset({"from_string", "register", "create_worker", "handle_server_args"})
 """What the built-in algorithm is not asked for."""
 _DEVICES = ("cuda", "cpu", "xpu")
 _REMEDY = f"""Install one of these, or set {PLACE}='{{"any_version": true}}'."""
 _SPARE = 64
-"""Nodes of the n-gram trie that SGLang's worker makes and that nobody asks here; its default takes a gigabyte."""
+"""Nodes of the unused n-gram trie that SGLang's worker makes; its default takes a gigabyte."""
 
 
 def register() -> None:
-    """Make the algorithm known to this process; SGLang calls it as a plug-in."""
+    """Register the algorithm in this process; SGLang calls it as a plug-in."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     make_known = SpeculativeAlgorithm.register(
@@ -56,7 +56,7 @@ def register() -> None:
 
 
 def options() -> Options:
-    """The user's options.
+    """Return the user's options.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def options() -> Options:
 
 
 def validate(server_args: Any) -> None:
-    """Refuse what cannot be served, before a model is loaded.
+    """Raise an error for unsupported arguments, before a model is loaded.
 
     Raises
     ------
@@ -93,7 +93,7 @@ def validate(server_args: Any) -> None:
 
 
 def handle_server_args(algorithm: Any, server_args: Any) -> None:
-    """Set what SGLang sets for its own n-grams; the defaults are the same."""
+    """Set the same arguments, with the same defaults, as SGLang's own n-gram algorithm."""
     if server_args.device == "cpu":
         server_args.disable_overlap_schedule = True
     if server_args.max_running_requests is None:
@@ -109,7 +109,7 @@ def handle_server_args(algorithm: Any, server_args: Any) -> None:
 
 
 def algorithm_class() -> type:
-    """The class that SGLang asks about the algorithm: whatever it asks is what it would be told of `NGRAM`."""
+    """Return the class that SGLang queries about the algorithm; it answers as `NGRAM` would."""
     from sglang.srt.speculative.spec_info import CustomSpecAlgo, SpeculativeAlgorithm
 
     answers = {
@@ -121,7 +121,7 @@ def algorithm_class() -> type:
 
 
 def worker_class(server_args: Any) -> type:
-    """SGLang's n-gram worker with drafts of this library.
+    """Return SGLang's n-gram worker with drafts of this library.
 
     Raises
     ------
@@ -143,7 +143,7 @@ def worker_class(server_args: Any) -> type:
 
 
 class Drafting:
-    """What a worker does otherwise than SGLang's `NGRAMWorker`, which stands behind it: it drafts from whole texts.
+    """Mixin before SGLang's `NGRAMWorker`: drafts from whole texts.
 
     The first rank of a group drafts and tells the others, so that all verify the same.
     """
@@ -166,7 +166,7 @@ class Drafting:
             self.ngram_corpus = TreeCorpus(hosted, self._width, shape)
 
     def _prepare_draft_tokens(self, batch: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Token ids (b · K,) and who looks at whom (b · K · K,), as the n-gram worker has them."""
+        """Return token ids (b · K,) and visibility (b · K · K,), as the n-gram worker does."""
         drafted = np.empty((2, len(batch.reqs), self._width), np.int32)
         if isinstance(self.ngram_corpus, TreeCorpus):
             drafted[:] = self.ngram_corpus.trees(batch.reqs, self._accepted_last(batch))
@@ -180,7 +180,7 @@ class Drafting:
         return token_ids.astype(np.int64).ravel(), mask_of(parent).astype(np.int64).ravel()
 
     def _accepted_last(self, batch: Any) -> list[list[int]]:
-        """Tokens of each request that were accepted in the step before and are not in its answer yet.
+        """Return the tokens of each request that the last step accepted and its answer does not have yet.
 
         So it is where SGLang looks at a step's result while the next one runs.
         """
@@ -190,26 +190,26 @@ class Drafting:
         return [tokens[:length] for tokens, length in zip(ids, batch.spec_info.accept_lens.tolist(), strict=True)]
 
     def _update_ngram_corpus(self, batch: Any) -> None:
-        """While the model runs: forget who has ended. What was accepted is learned with the next draft."""
+        """Drop ended requests while the model runs. Accepted tokens are learned with the next draft."""
         self.ngram_corpus.end_those_gone()
 
 
 class Corpus:
-    """What stands where SGLang's worker has its corpus of n-grams, on ranks that do not draft."""
+    """Replaces the n-gram corpus of SGLang's worker on ranks that do not draft."""
 
     def end_those_gone(self) -> None:
-        """Forget the requests that have ended, were aborted or wait to be read again; write what was learned."""
+        """End the requests that are finished, aborted or retracted; write what was learned."""
 
     def erase_match_state(self, req_ids: list[str]) -> None:
-        """Nothing: that requests left the batch does not say yet how they ended, `end_those_gone` sees it."""
+        """Do nothing: it is not known yet how the requests ended; `end_those_gone` finds out."""
 
     def reset(self) -> None:
-        """Forget all requests; nothing is learned from them."""
+        """End all requests without learning from them."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """A request as last seen: itself, if it still is, its answer, how many tokens that had, and those after it."""
+    """A request as last seen: itself, if it still exists, its answer, and the lengths of both."""
 
     request: weakref.ref[Any]
     answer: Any
@@ -219,7 +219,7 @@ class _Seen:
 
 
 class TreeCorpus(Corpus):
-    """Drafts for the requests of a batch: trees of one width, whatever is worth drafting.
+    """Drafts for the requests of a batch: trees of one width.
 
     A request has `rid` (its name), `origin_input_ids_unpadded` and `output_ids` (its prompt and its answer so far,
     token ids), `sampling_params`, `input_embeds`, `is_retracted` and `finished()`. It is only looked at.
@@ -244,7 +244,7 @@ class TreeCorpus(Corpus):
         self.drafter, self.statistics = hosted.drafter, hosted.statistics
 
     def trees(self, requests: Many[Any], latest: Many[Many[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Draft what follows the texts of a batch.
+        """Draft continuations of a batch's texts.
 
         Parameters
         ----------
@@ -275,7 +275,7 @@ class TreeCorpus(Corpus):
         return token_ids, parent
 
     def _draft(self, requests: Many[Any], latest: Many[Many[int]]) -> dict[int, DraftTree]:
-        """Trees of those that may be drafted for, by their place in the batch."""
+        """Return the trees of requests that are drafted for, by their place in the batch."""
         depths: dict[int, int] = {}
         for i, request in enumerate(requests):
             limit = request.sampling_params.max_new_tokens
@@ -287,7 +287,7 @@ class TreeCorpus(Corpus):
         return dict(zip(depths, found, strict=True))
 
     def _take(self, request: Any, latest: Many[int]) -> _Seen:
-        """Give a request the tokens of its text that it has not been given, and begin it if it is new."""
+        """Append new tokens of a text to its request, and begin it if it is new."""
         answer, seen = request.output_ids, self._seen.get(request.rid)
         if seen is not None:
             following = [*answer[seen.written :], *latest]
@@ -310,7 +310,7 @@ class TreeCorpus(Corpus):
         return seen
 
     def end_those_gone(self) -> None:
-        """Forget the requests that have ended, were aborted or wait to be read again; write what was learned."""
+        """End the requests that are finished, aborted or retracted; write what was learned."""
         for name, seen in list(self._seen.items()):
             request = seen.request()
             ended = request is None or request.finished()
@@ -324,13 +324,13 @@ class TreeCorpus(Corpus):
         self._hosted.end(name, keep)
 
     def reset(self) -> None:
-        """Forget all requests; nothing is learned from them."""
+        """End all requests without learning from them."""
         self._seen.clear()
         self._hosted.abandon()
 
 
 def mask_of(parent: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Who looks at whom: (b, n, n) of the parents (b, n) of b trees, set where column j is node i or above it."""
+    """Return visibility (b, n, n) from the parents (b, n) of b trees: set if column j is node i or an ancestor."""
     rows, width = parent.shape
     mask = np.zeros((rows, width, width), np.bool_)
     mask[:, 0, 0] = True
@@ -342,7 +342,7 @@ def mask_of(parent: NDArray[np.int32]) -> NDArray[np.bool_]:
 
 
 def _fill(token_ids: NDArray[np.int32], parent: NDArray[np.int32], tree: DraftTree) -> None:
-    """Write a tree after the token at the beginning of the two (width,) rows, and fill them up with a path.
+    """Write a tree after the token at the beginning of the two (width,) rows, and pad them with a path.
 
     The path goes on after the first leaf and says that its token comes again and again: a guess that costs nothing.
     """

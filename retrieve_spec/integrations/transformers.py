@@ -31,11 +31,11 @@ from retrieve_spec.generation.request import BEFORE, pop_options
 from retrieve_spec.verify.steps import capture
 
 FOLDER = str(Path(__file__).parent / "recipe")
-"""Folder for `custom_generate=`, as a repository has it; what a model's own repository needs is the folder in it."""
+"""Folder for `custom_generate=`, in the form of a repository; a model's own repository needs the folder in it."""
 _PREPARING = threading.Lock()
-"""Threads that call a model for the first time prepare it once."""
+"""Lets threads that call a model for the first time prepare it once."""
 _ONCE = frozenset(SpeculationConfig.__dataclass_fields__) - {"draft", "nodes"}
-"""Options of a model rather than of a call, beside stores, drafter and config."""
+"""Options of a model, not of a call, beside stores, drafter and config."""
 
 
 def generate(
@@ -52,7 +52,7 @@ def generate(
     config: SpeculationConfig | None = None,
     **arguments: Any,
 ) -> Any:
-    """Generate as an accelerated model does; transformers calls this, by its folder or as a callable.
+    """Generate as an accelerated model does; transformers calls this, by the folder or as a callable.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def generate(
 
 
 def _prepare(model: Any, tokenizer: Any, given: dict[str, Any]) -> None:
-    """Make what a model needs to be drafted for, where it was not made, or with other options."""
+    """Prepare a model, if it was not, or with other options."""
     given = {name: value for name, value in given.items() if value is not None}
     with _PREPARING:
         before, speculation = model.__dict__.get("generate"), getattr(model, "speculation", None)
@@ -110,7 +110,7 @@ def _prepare(model: Any, tokenizer: Any, given: dict[str, Any]) -> None:
 
 
 def _decode(model: Any, input_ids: Any, own: dict[str, Any], arguments: dict[str, Any]) -> Any:
-    """Decode what transformers prepared, or let transformers decode it in its own way."""
+    """Decode what transformers has prepared, or let transformers decode it."""
     speculation = model.speculation
     options, prediction = pop_options(own, model)
     speculation.drafter(options.draft)  # an unknown preset is an error

@@ -80,7 +80,7 @@ def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
 
 
 def _encoded(prompts: list[Any], trainer: Any) -> list[list[int]]:
-    """Token ids of texts, or of conversations by the trainer's chat template."""
+    """Return token ids of texts, or of conversations by the trainer's chat template."""
     tokenizer = trainer.processing_class
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor for pictures and text
     if all(isinstance(prompt, str) for prompt in prompts):

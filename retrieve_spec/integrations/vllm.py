@@ -35,7 +35,7 @@ from retrieve_spec.errors import ConfigError
 from retrieve_spec.integrations.hosted import Hosted, Options
 
 TESTED = ("0.32",)
-"""Versions of vLLM that the tests run with."""
+"""Versions of vLLM that are tested."""
 _PLACE = "additional_config['retrieve_spec']"
 _REMEDY = "Install one of these, or set additional_config={'retrieve_spec': {'any_version': True}}."
 _NO_DRAFT: list[int] = []
@@ -80,7 +80,7 @@ class Proposer:
         self.drafter, self.statistics = self._hosted.drafter, self._hosted.statistics
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: there is no model to draft with."""
+        """Do nothing: there is no draft model."""
 
     def propose(
         self,
@@ -154,7 +154,7 @@ class Proposer:
         texts: NDArray[np.int32],
         lengths: NDArray[np.int32],
     ) -> None:
-        """Take note of rows that are not those of the last step, and begin the requests that are new."""
+        """Note rows that differ from those of the last step, and begin new requests."""
         self._asked, self._places, self._longest_of = [], [], []
         for i, (name, said) in enumerate(zip(names, sampled, strict=False)):
             if name not in self._known:
@@ -166,7 +166,7 @@ class Proposer:
         self._names = names[: len(sampled)] if len(self._asked) == len(sampled) else []
 
     def _begin(self, name: str, state: Any, text: NDArray[np.int32]) -> int:
-        """Begin a request; how many tokens its text may have, 0 where nothing is drafted for it."""
+        """Begin a request; return the longest text it can have, 0 if nothing is drafted for it."""
         parameters, read = state.sampling_params, min(int(state.num_prompt_tokens), len(text))
         if parameters is None or state.prompt_embeds is not None or not read:
             return 0
@@ -187,7 +187,7 @@ class WorkerExtension:
     model_runner: Any
 
     def retrieve_spec_statistics(self) -> dict[str, float] | None:
-        """What the worker's proposer has counted, None where the worker has none."""
+        """Return the counts of the worker's proposer, None if it has none."""
         proposer = getattr(self.model_runner, "drafter", None)
         return proposer.statistics() if isinstance(proposer, Proposer) else None
 
@@ -201,7 +201,7 @@ def _tokenizer_of(model_config: Any) -> Any:
 
 
 def _runner_that_calls(vllm_config: Any) -> weakref.ref[Any]:
-    """The model runner that makes the proposer: nothing else knows which request has which row.
+    """Return the model runner that makes the proposer, the only object that maps rows to requests.
 
     Raises
     ------

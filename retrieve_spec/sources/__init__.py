@@ -1,4 +1,4 @@
-"""Cursor machines: what each source remembers, and which tokens it says come next."""
+"""Sources of drafts: each remembers texts, and has cursors that list possible next tokens."""
 
 SOURCE_NAMES = (
     "context",
@@ -15,6 +15,6 @@ SOURCE_NAMES = (
     "distilled",
     "forced",
 )
-"""Names by the number stored in `DraftTree.source`; statistics are reported by these names."""
+"""Names by the number in `DraftTree.source`; statistics use these names."""
 CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE, SCRIPT = range(8)
 PHRASES, ALIGNMENT, BIGRAMS, DISTILLED, FORCED = range(8, len(SOURCE_NAMES))

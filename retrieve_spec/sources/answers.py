@@ -1,4 +1,4 @@
-"""Answers by key: a bounded memory of what a model said, in this process or in a file that processes share.
+"""Answers by key: a bounded memory of generated texts, in this process or in a file that processes share.
 
 A file begins with a head and a checksum, then come keys, counts, lengths and tokens as plain arrays. It is always
 replaced as a whole.
@@ -40,33 +40,33 @@ from retrieve_spec.sources.session import loop_start, token_ids_of
 
 logger = logging.getLogger(__name__)
 KEY_BYTES, ANSWER_BYTES = 64, 16
-"""What a key and an answer count for beside their tokens."""
+"""Bytes that a key and an answer count beside their tokens."""
 LOCK_S = 60.0
-"""Seconds that a save waits for other processes' saves."""
+"""Seconds that a save waits for saves of other processes."""
 OVERLAP = 8
-"""Tokens at a prompt's end that are read in front of an answer, so that its beginning is found."""
+"""Tokens at a prompt's end that are read before an answer, so that its beginning is found."""
 _NO_BOUND = 1 << 62
 _LEAST_BYTES = 64 << 20
-"""Bound of the answers of all scopes, or room for two full scopes, whichever is more."""
+"""Limit of the answers of all scopes, or room for two full scopes, whichever is larger."""
 _NEW_SHARE = 16
-"""A save writes the whole file, so it waits until one in so many bytes is new."""
+"""A save writes the whole file, so it waits until one in this many bytes is new."""
 _MAGIC, _VERSION = b"rs-answers\n\n", 1
 _HEAD = struct.Struct("<12sIIQQ")
 """Magic, version, checksum of the rest, keys, answers."""
 _NAME = 16
-"""Bytes of a key for what all keys of a file have in common, and for what is its own."""
+"""Bytes of a key: the part that all keys of a file share, and the key's own part."""
 _ROLLOUTS = bytes(_NAME)
 _REMEDY = "Delete the file, or give another path; answers are remembered anew."
 
 
 def name_of(text: str | bytes) -> bytes:
-    """One half of a key."""
+    """Return one half of a key."""
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     return hashlib.blake2b(data, digest_size=_NAME).digest()
 
 
 class _Bounded:
-    """Answers by key within bounds: of equal ones one, the oldest give way, and the key that was added to longest ago.
+    """Answers by key, without repeats and within limits; the oldest answers, and the least recent key, are dropped.
 
     Each answer is the bytes of its little-endian int32 tokens.
     """
@@ -78,7 +78,7 @@ class _Bounded:
         self.num_bytes = self.count = 0
 
     def put(self, key: bytes, ids: bytes) -> None:
-        """Take an answer in as the newest of the newest key, and let the oldest go to the bounds."""
+        """Add an answer as the newest of its key, which becomes the newest key; drop the oldest beyond the limits."""
         max_bytes, most, key_bytes = self.bounds
         if key not in self.known:
             self.known[key] = OrderedDict()
@@ -100,7 +100,7 @@ class _Bounded:
                 self._drop_oldest(first)
 
     def drop(self, key: bytes) -> None:
-        """Forget a key."""
+        """Drop a key."""
         if (answers := self.known.pop(key, None)) is not None:
             self.num_bytes -= self._sizes.pop(key)
             self.count -= len(answers)
@@ -116,7 +116,7 @@ class _Bounded:
 
 
 class AnswerMemory:
-    """Answers by key, bounded, of equal ones one, of one that ends in a loop the loop once; threads may share them.
+    """Answers by key, within limits, without repeats; an answer that ends in a loop has it once. Threads may share it.
 
     Parameters
     ----------
@@ -158,27 +158,27 @@ class AnswerMemory:
             self._kept = self._merged(self.path)
 
     def __len__(self) -> int:
-        """Keys whose answers are kept."""
+        """Number of keys with answers."""
         with self._exclusive():
             return len(self._kept.known)
 
     @property
     def num_bytes(self) -> int:
-        """What is kept, as `max_bytes` counts it."""
+        """Size, as `max_bytes` counts it."""
         with self._exclusive():
             return self._kept.num_bytes
 
     def key(self, name: str | bytes) -> bytes:
-        """The key of a name: of a scope, or of a prompt."""
+        """Return the key of a name: of a scope, or of a prompt."""
         return self._owner + name_of(name)
 
     def answers_of(self, key: bytes) -> tuple[NDArray[np.int32], ...]:
-        """Answers that are kept of a key, oldest first, each (m,) int32."""
+        """Return the answers of a key, oldest first, each (m,) int32."""
         with self._exclusive():
             return tuple(np.frombuffer(ids, "<i4").astype(np.int32) for ids in self._kept.known.get(key, ()))
 
     def add(self, key: bytes, token_ids: NDArray[np.int32]) -> None:
-        """Keep an answer (m,).
+        """Add an answer (m,).
 
         It waits while the memory is in use, even where the garbage collector ends a generation in the middle of that.
 
@@ -194,7 +194,7 @@ class AnswerMemory:
             pass
 
     def save(self) -> None:
-        """Write the file, with what other processes have saved meanwhile; their answers are known here from now on.
+        """Write the file, merged with what other processes have saved, which is loaded, too.
 
         Raises
         ------
@@ -215,7 +215,7 @@ class AnswerMemory:
             self._gone.clear()
 
     def keep(self, at_once: bool = False) -> None:
-        """Save if that is due, or with `at_once` if anything is new; what goes wrong is logged."""
+        """Save if it is due, or with `at_once` if anything is new; errors are logged."""
         if self.path is None or self._busy:  # the garbage collector ended a generation in the middle of a save
             return
         if self._is_due() or (at_once and (self._new or self._gone)):
@@ -228,7 +228,7 @@ class AnswerMemory:
             logger.warning("answers are not saved: %s", in_a_line(error))
 
     def forget(self, key: bytes = b"") -> None:
-        """Forget one key, or everything, in the file, too: other processes forget with their next save.
+        """Forget one key, or everything, in the file, too; other processes forget it with their next save.
 
         What cannot be taken out of the file now is taken out with the next save.
 
@@ -253,13 +253,13 @@ class AnswerMemory:
             self._gone.clear()
 
     def _is_due(self) -> bool:
-        """Whether enough is new for a save."""
+        """Return whether enough is new for a save."""
         new = sum(ANSWER_BYTES + len(ids) for _, ids in self._new)
         return new > 0 and new * _NEW_SHARE >= self.num_bytes
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Keep other threads out of the memory, once all that waits has been taken in."""
+        """Lock the memory against other threads, after pending answers have been added."""
         with self._lock:
             before, self._busy = self._busy, True
             try:
@@ -280,7 +280,7 @@ class AnswerMemory:
 
     @contextlib.contextmanager
     def _file_lock(self) -> Iterator[Path]:
-        """Be the only process that writes the file."""
+        """Lock the file against other processes."""
         if self.path is None:
             raise ConfigError("answers with a path", "none", "Give one.")
         try:
@@ -303,7 +303,7 @@ class AnswerMemory:
             ) from error
 
     def _merged(self, path: Path) -> _Bounded:
-        """What the file holds, and what is new after it, as far as that fits."""
+        """Return the answers of the file, then new ones, within the limits."""
         kept = _Bounded(*self._kept.bounds)
         for key, answers in unpacked(path).items():
             if not key.startswith(self._owner):
@@ -324,13 +324,13 @@ class AnswerMemory:
 
 
 def answers_by_scope(path: str | os.PathLike[str] | None, tokenizer: str, session_tokens: int) -> AnswerMemory:
-    """Answers in the tokens of a tokenizer (its fingerprint, "" if unknown) with so many tokens of each scope."""
+    """Return answers by scope, in the tokens of a tokenizer (its fingerprint, "" if unknown)."""
     key_bytes = 4 * session_tokens
     return AnswerMemory(path, name_of(tokenizer), max_bytes=max(_LEAST_BYTES, 2 * key_bytes), key_bytes=key_bytes)
 
 
 class RolloutMemory(AnswerMemory):
-    """The last answers to every prompt, bounded, kept in a file that processes share.
+    """The last answers to every prompt, within limits, in a file that processes share.
 
     In reinforcement learning a model answers the same prompts again and again while its weights change. An answer of
     older weights is as good a draft as it is right: nothing is dropped when weights change, newer answers push older
@@ -395,22 +395,22 @@ class RolloutMemory(AnswerMemory):
 
     @property
     def calibration_path(self) -> Path | None:
-        """Where what is learned about the answers is kept, beside them."""
+        """Path of the calibration of these answers, beside them."""
         return None if self.path is None else self.path.with_name(self.path.name + ".calibration.npy")
 
     def answers_to(self, prompt_ids: NDArray[np.int32]) -> tuple[NDArray[np.int32], ...]:
-        """Answers that are kept to a prompt (n,), oldest first, each (m,) int32."""
+        """Return the answers to a prompt (n,), oldest first, each (m,) int32."""
         return self.answers_of(self._key_of(prompt_ids))
 
     def remember(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
-        """Keep an answer (m,) to a prompt (n,); see `AnswerMemory.add`."""
+        """Add an answer (m,) to a prompt (n,); see `AnswerMemory.add`."""
         self.add(self._key_of(prompt_ids), token_ids)
 
     def _key_of(self, prompt_ids: NDArray[np.int32]) -> bytes:
         return self.key(np.ascontiguousarray(prompt_ids, "<i4").tobytes())
 
     def automata(self, prompt_ids: NDArray[np.int32], vocabulary: int) -> list[SuffixAutomaton]:
-        """What samples of a prompt (n,) draft from: the older half of its answers and the newer, as far as there are.
+        """Return the automata that samples of a prompt (n,) draft from: the older and the newer half of its answers.
 
         Answers with tokens of `vocabulary` and beyond are another model's and left out.
         """
@@ -430,7 +430,7 @@ class RolloutMemory(AnswerMemory):
 
 
 def packed(known: Mapping[bytes, Mapping[bytes, None]]) -> bytes:
-    """Answers (little-endian int32 tokens as bytes) by their keys, in their order, as bytes."""
+    """Return answers (tokens as little-endian int32 bytes) by key as bytes, in their order."""
     answers = [ids for of_key in known.values() for ids in of_key]
     body = b"".join(
         [
@@ -444,7 +444,7 @@ def packed(known: Mapping[bytes, Mapping[bytes, None]]) -> bytes:
 
 
 def unpacked(path: Path) -> dict[bytes, list[bytes]]:
-    """What `packed` wrote to a file; nothing where there is none.
+    """Return what `packed` wrote to a file; empty without the file.
 
     Raises
     ------

@@ -10,7 +10,7 @@ from retrieve_spec.kernels.source_table import KIND_AUTOMATON
 from retrieve_spec.sources.rows import Row, source_row
 
 BOUNDARY = -1
-"""In place of a token id: no context reaches back over this point."""
+"""Stands for a token id; no context spans it."""
 
 
 class SuffixAutomaton:
@@ -40,7 +40,7 @@ class SuffixAutomaton:
         self._capacity = max(capacity, 16)
         self._shortest = shortest
         self.moved = 0
-        """How often an array was replaced by a larger one."""
+        """Number of times an array was replaced by a larger one."""
         self._row: Row | None = None  # of the arrays as they are
         self.states: NDArray[np.int32] = np.empty((2 * self._capacity, 5), np.int32)
         self.edges: NDArray[np.int32] = np.empty((self._capacity, 6), np.int32)
@@ -57,7 +57,7 @@ class SuffixAutomaton:
         kernels.reset(self.states, self.slots, self.meta)
 
     def extend(self, token_ids: NDArray[np.int32]) -> None:
-        """Append tokens; `BOUNDARY` in their place ends a document.
+        """Append tokens; `BOUNDARY` ends a document.
 
         Parameters
         ----------
@@ -71,7 +71,7 @@ class SuffixAutomaton:
             done = kernels.extend(self.states, self.edges, self.slots, self.meta, token_ids)
 
     def _grow(self) -> None:
-        """Half as much room again for the array that is full; the hash table always has room for all edges.
+        """Enlarge a full array by half; the hash table always has room for all edges.
 
         Cut short by an interruption at any line, it leaves an automaton that can be read and extended.
         """
@@ -90,29 +90,29 @@ class SuffixAutomaton:
         self.edges = edges
 
     def earlier(self) -> tuple[int, int]:
-        """(state, length) of the longest end of the text that occurred before; length 0 for none."""
+        """Return (state, length) of the longest suffix of the text that occurred before; length 0 for none."""
         link = int(self.states[self.meta[kernels.M_LAST], kernels.LINK])
         return (link, int(self.states[link, kernels.LENGTH])) if link > 0 else (0, 0)
 
     def advance(self, state: int, matched: int, token_id: int) -> tuple[int, int]:
-        """Follow one more token; the match shrinks when it falls off."""
+        """Return the match after one more token; it becomes shorter if it does not continue."""
         s, m = kernels.advance(self.states, self.edges, self.slots, state, matched, token_id)
         return int(s), int(m)
 
     def follow(self, token_ids: NDArray[np.int32], state: int = 0, matched: int = 0) -> tuple[int, int]:
-        """(state, matched length) after a text, (n,) int32, that is followed and not appended."""
+        """Return (state, matched length) after a text, (n,) int32, that is not appended."""
         for token in token_ids.tolist():
             state, matched = self.advance(state, matched, token)
         return state, matched
 
     def successors(self, state: int, limit: int = 64) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
-        """Continuations of a state: token ids and counts, the most recent one first, and the total count."""
+        """Return the continuations of a state: token ids and counts, the most recent first, and the total count."""
         ids, counts = np.empty(limit, np.int32), np.empty(limit, np.int32)
         n = kernels.successors(self.states, self.edges, state, limit, 0.0, ids, counts)
         return ids[:n], counts[:n], int(self.states[state, kernels.COUNT])
 
     def row(self, number: int) -> Row:
-        """Row of the mixture's source table: the same one until `extend` has replaced an array.
+        """Return the row of the mixture's source table: the same until `extend` has replaced an array.
 
         Parameters
         ----------

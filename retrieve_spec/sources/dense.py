@@ -1,4 +1,4 @@
-"""Dense source: what followed the nearest neighbours of a hidden state in the stores, as a small trie (as DReSD)."""
+"""Dense source: what followed the nearest neighbours of a hidden state in the stores, as a small trie (DReSD)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
 NEIGHBOURS = 50
-"""Neighbours asked for, as in DReSD."""
+"""Number of neighbours, as in DReSD."""
 TEMPERATURE = 0.1
 """A span weighs ``exp(similarity / TEMPERATURE)``; on generated code 0.05 and 0.2 predict hardly worse."""
 SPAN_TOKENS = 32
-"""Tokens read after a neighbour at most."""
+"""The most tokens read after a neighbour."""
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """Places whose hidden states are most similar to a query, most similar first.
+    """Positions with the most similar hidden states, most similar first.
 
     Attributes
     ----------
@@ -83,7 +83,7 @@ class DenseIndexes:
         self.layer = cast("int | Literal['last']", layers[0]) if layers else None
 
     def search(self, hidden: NDArray[np.float32], k: int = NEIGHBOURS) -> Neighbours:
-        """The k nearest keys of a hidden state (d,) over all segments; ties go to the earlier segment and position."""
+        """Return the k nearest keys of a hidden state (d,) over all segments; ties go to the earlier position."""
         found = [(place, *index.search(hidden[None], k)) for place, index in self.parts]
         similarity = np.concatenate([s[0] for _, s, _ in found])
         position = np.concatenate([p[0] for _, _, p in found])
@@ -93,7 +93,7 @@ class DenseIndexes:
         return Neighbours(similarity[order], segment[order].astype(np.int64), position[order])
 
     def spans_after(self, near: Neighbours, width: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """What follows places in their documents.
+        """Return the tokens that follow some positions in their documents.
 
         Returns
         -------
@@ -113,7 +113,7 @@ class DenseIndexes:
 
 
 class DenseSource:
-    """Trie of the continuations of a hidden state's neighbours, a cursor machine of the mixture.
+    """Trie of the continuations of a hidden state's neighbours.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ class DenseSource:
         self.root()
 
     def search(self, hidden: NDArray[np.float32], token: int) -> None:
-        """Fill the trie with what followed the neighbours that go on with a token.
+        """Fill the trie with the continuations of neighbours that begin with a token.
 
         Parameters
         ----------
@@ -156,7 +156,7 @@ class DenseSource:
         self.weight[:n] = np.exp(apart.astype(np.float64) / TEMPERATURE)
 
     def root(self) -> NDArray[np.int64]:
-        """Cursor after the token of the last search: (lo, hi, depth, match length)."""
+        """Return the cursor after the token of the last search: (lo, hi, depth, match length)."""
         cursor = np.array([0, self.count, 1, -1], np.int64)
         cursor[3] = trie.dense_length(self.similarity, self.spans, 0, self.count, 1)
         return cursor

@@ -60,7 +60,7 @@ class DistilledTable:
 
 
 def distilled_tables(stores: Sequence[Datastore]) -> list[DistilledTable]:
-    """Tables beside some stores; a damaged one is left out and logged."""
+    """Return the tables in some stores; a damaged one is logged and left out."""
     found = []
     for store in stores:
         for entry in store.manifest.distilled:

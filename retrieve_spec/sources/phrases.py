@@ -1,4 +1,4 @@
-"""Phrases that several requests had in common: counts of what follows one or two tokens, as a bounded table."""
+"""Phrases that several requests share: counts of what follows one or two tokens, as a bounded table."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from retrieve_spec.sources.rows import Row, on_large_pages, source_row
 from retrieve_spec.sources.session import loop_start
 
 CAPACITY, CONTINUATIONS, SEEN = 1 << 14, 16, 1 << 16
-"""Contexts known at most, continuations of each, and fingerprints kept of what one requester alone was given."""
+"""The most contexts, continuations of each, and fingerprints of phrases that only one requester had."""
 _FORMAT = 2
-"""Version of what `PhraseMemory.packed` gives."""
+"""Version of the bytes of `PhraseMemory.packed`."""
 _WHOLE = "phrases as they were written"
 _REMEDY = "Delete the file; they are learned again."
 _KEYED = np.uint64(1 << 63)
-"""Marks requesters that are named; requests are numbered from one."""
+"""Marks named requesters; requests are numbered from one."""
 
 
 class PhraseMemory:
-    """What is common to the texts of different requests: tokens that follow one or two tokens, with counts.
+    """Tokens that follow one or two tokens in texts of different requests, with counts.
 
     A request counts when it ends. A continuation is drafted, and kept in readable form, only after two different
     requests (of two different keys, where they have keys) were given it: of what one of them alone said there is a
@@ -67,7 +67,7 @@ class PhraseMemory:
             self.requests = 0
 
     def learn(self, text: NDArray[np.int32], requester_id: str | None = None) -> None:
-        """Count the phrases of what a request was given.
+        """Count the phrases of a request's text.
 
         Parameters
         ----------
@@ -83,7 +83,7 @@ class PhraseMemory:
             kernels.learn(self.sets, self.tokens, self.probs, self.seen, text, requester, self.requests)
 
     def packed(self) -> NDArray[np.uint8]:
-        """What several were given, as bytes (n,) after a version and a checksum.
+        """Return the shared phrases as bytes (n,), after a version and a checksum.
 
         Fingerprints of what one requester alone was given are left out: two token ids can be found by trying all pairs.
         """
@@ -92,7 +92,7 @@ class PhraseMemory:
         return np.concatenate([np.array([_FORMAT, zlib.crc32(body.tobytes())], np.uint32).view(np.uint8), body])
 
     def unpack(self, data: NDArray[np.uint8]) -> None:
-        """Take over what `packed` gave.
+        """Load what `packed` returned.
 
         Raises
         ------
@@ -116,7 +116,7 @@ class PhraseMemory:
             self.requests = int((self.sets.reshape(-1, 2, WAYS)[:, 1] >> np.uint64(32)).max())
 
     def row(self, number: int) -> Row:
-        """Row of the mixture's source table; its arrays are never replaced."""
+        """Return the row of the mixture's source table; its arrays are never replaced."""
         return source_row(
             KIND_PHRASES, number, "recycling", sets=self.sets, entries=self.entries, capacity=CAPACITY, k=CONTINUATIONS
         )

@@ -1,4 +1,4 @@
-"""The target's own top tokens: at contexts it has seen, rejected branches included, and after each token alone."""
+"""The target's own top tokens: after contexts it has seen, rejected branches included, and after single tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Ids = NDArray[np.int32]
 
 
 MANY_CONTEXTS = 1 << 16
-"""Contexts of a recycling table that is kept for many texts."""
+"""Contexts of a recycling table that is used for many texts."""
 
 
 class RecyclingTable:
@@ -46,7 +46,7 @@ class RecyclingTable:
             self._memory[0] = 0
 
     def learn(self, tails: Ids, tail_lens: Ids, ids: Ids, logits: NDArray[np.float32]) -> None:
-        """Remember the target's top tokens after m contexts.
+        """Learn the target's top tokens after m contexts.
 
         Parameters
         ----------
@@ -58,14 +58,14 @@ class RecyclingTable:
         kernels.learn_rows(self.sets, self.entries, tails, tail_lens, ids, logits, self._memory)
 
     def learn_text(self, token_ids: Ids, ids: Ids, logits: NDArray[np.float32]) -> None:
-        """Remember the target's top tokens (m, k) after each of the last m tokens of a text (n,)."""
+        """Learn the target's top tokens (m, k) after each of the last m tokens of a text (n,)."""
         ends = np.arange(len(token_ids) - len(ids), len(token_ids))
         places = ends[:, None] - np.arange(kernels.ORDERS)
         tails = np.where(places >= 0, token_ids[np.maximum(places, 0)], 0).astype(np.int32)
         self.learn(tails, np.minimum(ends + 1, kernels.ORDERS).astype(np.int32), ids, logits)
 
     def lookup(self, context: list[int]) -> tuple[NDArray[np.int32], NDArray[np.float32], int]:
-        """Tokens, probabilities and order of the longest known context (oldest token first in ``context``)."""
+        """Return tokens, probabilities and order of the longest known context (oldest token first in ``context``)."""
         newest = context[::-1][: kernels.ORDERS]
         for order in range(len(newest), 0, -1):
             h = np.uint64(0)
@@ -92,7 +92,7 @@ class RecyclingTable:
 
 
 class Bigrams:
-    """Token → the target's top k next tokens with probabilities, for where a text has shown nothing better.
+    """Token → the target's top k next tokens with probabilities, used where a text has shown nothing better.
 
     They are the target's own answers to lines of one token, so they say nothing of anybody's text.
 
@@ -116,7 +116,7 @@ class Bigrams:
 
     @property
     def known(self) -> Ids:
-        """Tokens (m,) that have entries."""
+        """Return the tokens (m,) that have entries."""
         return np.flatnonzero(self.entries[:, 0] >= 0).astype(np.int32)
 
     def row(self, number: int) -> Row:

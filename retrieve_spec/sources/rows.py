@@ -1,4 +1,4 @@
-"""Source row: a source as the kernels read it, held together with the arrays that it points into.
+"""Source rows: a source as the kernels read it, with the arrays that its addresses point to.
 
 Kernels read any number of sources through one table of records (`kernels/source_table.py`), and some of their fields
 are addresses. An address says nothing about whether its array still exists, so none is ever kept alone: a row holds the
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
 _LINE, _LARGE = 64, 1 << 21
-"""Bytes that memory is read by, and of a large page."""
+"""Bytes of a cache line, and of a large page."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,13 +49,13 @@ class Row:
 
 
 def address_of(array: NDArray[Any]) -> int:
-    """Address of an array's first element; whoever hands it to a kernel holds the array."""
+    """Return the address of an array's first element; the caller keeps the array alive."""
     address: int = array.__array_interface__["data"][0]
     return address
 
 
 def source_row(kind: int, number: int, layout: str, **fields: NDArray[Any] | int) -> Row:
-    """Row of a source.
+    """Return the row of a source.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ class SourceTable:
         return len(self._rows)
 
     def put(self, place: int, row: Row) -> None:
-        """Let a source be read through this row from now on; it stays disabled if it was."""
+        """Set the row of a source; a disabled source stays disabled."""
         if row is self._rows[place]:
             return
         disabled = self.records[place]["disabled"]
@@ -107,7 +107,7 @@ class SourceTable:
 
 
 def on_large_pages(size: int, dtype: type) -> NDArray[Any]:
-    """Zeros that begin with a line of memory, (size,), on large pages where there are such and they fill half of one.
+    """Return zeros (size,), aligned to a cache line, on large pages if the system has them and they fill half of one.
 
     A pass reads a few hundred lines here and there. In small pages, finding where each lies takes longer than reading
     it, most of all in a virtual machine.
@@ -146,7 +146,7 @@ class Prediction:
 
 
 class Alignments:
-    """Copies that were edited: goes on where an exact context ends, and remembers how the copy differed.
+    """Copies with edits: continue where an exact context ends, and remember how the copy differed.
 
     Half a megabyte, however long the text is: of longer ones than `retrieve_spec.kernels.alignment.WINDOW` tokens the
     newest are known.
@@ -173,7 +173,7 @@ class Alignments:
 
 
 def store_rows(stores: Sequence[Datastore], ngram_number: int, exact_number: int) -> tuple[list[Row], list[Row]]:
-    """Rows of the n-gram tables and of the suffix arrays of all segments, numbered over all stores.
+    """Return rows of the n-gram tables and suffix arrays of all segments, numbered over all stores.
 
     They keep the stores' maps open. Orders that an n-gram table has are left to the table.
     """

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from retrieve_spec.sources.answers import AnswerMemory
 
 FOLLOWED = 64
-"""How much of a prompt's end is matched against the session."""
+"""Tokens of a prompt's end that are matched against the session."""
 LONGEST_LOOP = 64
-"""Tokens of the longest loop that is noticed."""
+"""The longest loop that is noticed, in tokens."""
 
 
 _LARGEST = 2**31 - 1
 _FEW = 64
-"""So many numbers Python looks through in less time than NumPy takes to begin."""
+"""For fewer numbers than this, Python is faster than NumPy."""
 
 
 def token_ids_of(token_ids: NDArray[Any] | Sequence[int], what: str) -> NDArray[np.int32]:
-    """(n,) int32, a copy: whoever gave them may go on writing to their own.
+    """Return (n,) int32, a copy, because the caller may write to its own array.
 
     Raises
     ------
@@ -48,7 +48,7 @@ def token_ids_of(token_ids: NDArray[Any] | Sequence[int], what: str) -> NDArray[
 
 
 def loop_start(token_ids: NDArray[np.int32]) -> int:
-    """Where a text (n,) begins to say for the third time in a row what it then says to its end; n when it does not.
+    """Return where a text (n,) begins the third repetition of what it repeats to its end; n if it does not loop.
 
     Loops of up to 64 tokens are found, the shortest period first.
     """
@@ -62,7 +62,7 @@ def loop_start(token_ids: NDArray[np.int32]) -> int:
 
 
 class SessionMemory:
-    """Bounded memory of what was generated before.
+    """Bounded memory of generated texts.
 
     Of a text that ends in a loop the loop is remembered once: a hundred repetitions are no hundred observations.
 
@@ -91,7 +91,7 @@ class SessionMemory:
         self._kept: tuple[AnswerMemory, bytes] | None = None
 
     def keep_in(self, answers: AnswerMemory, key: bytes, vocabulary: int = 1 << 31) -> None:
-        """Begin with the answers that are kept under a key, and keep there what is remembered from now on.
+        """Begin with the answers kept under a key, and keep new ones there.
 
         Answers with tokens of `vocabulary` and beyond are left out. Texts that are only `read` are not kept.
         """
@@ -101,7 +101,7 @@ class SessionMemory:
         self._kept = answers, key
 
     def keep_nowhere(self) -> None:
-        """Keep nothing any more of what is remembered from now on."""
+        """Stop keeping new answers."""
         self._kept = None
 
     def __enter__(self) -> Self:
@@ -122,13 +122,13 @@ class SessionMemory:
         self._lock.release()
 
     def _take_in(self) -> None:
-        """Add what waits; no kernel reads."""
+        """Add pending texts, while no kernel reads."""
         while self._waiting:
             self._add(self._waiting.popleft())
 
     @property
     def texts(self) -> list[NDArray[np.int32]]:
-        """The texts still remembered, oldest first, each (n,) int32."""
+        """The remembered texts, oldest first, each (n,) int32."""
         with self:
             return [text for texts in self._texts for text in texts]
 
@@ -137,7 +137,7 @@ class SessionMemory:
             return sum(len(a) for a in self.automata)
 
     def append(self, text: object, token_ids: NDArray[np.int32]) -> None:
-        """Append (n,) int32 tokens to a running text; this memory keeps finished texts only, so it does nothing."""
+        """Do nothing: this memory contains finished texts only."""
 
     def remember(self, token_ids: NDArray[np.int32]) -> None:
         """Add one generated text, (n,) int32."""
@@ -146,7 +146,7 @@ class SessionMemory:
             kept[0].add(kept[1], token_ids)
 
     def read(self, token_ids: NDArray[np.int32]) -> None:
-        """Add a text (n,) int32, whoever wrote it.
+        """Add a text (n,) int32 by any author.
 
         It waits while kernels read, even where the garbage collector ends a request in the middle of another's step.
         """

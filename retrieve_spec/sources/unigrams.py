@@ -1,4 +1,4 @@
-"""Tokens of the text that may come anywhere: what the context source says where no longer context helps."""
+"""Single tokens of the text: what the context source proposes where no longer context matches."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from retrieve_spec.sources.rows import Row, source_row
 _VOCABULARY = 1 << 19
 """Tokens with higher ids are not listed."""
 _SPACES = str.maketrans({"▁": " ", "Ġ": " ", "Ċ": "\n", "ĉ": "\t", "č": "\r"})
-"""What tokenizers write in place of white space (SentencePiece; bytes as letters)."""
+"""Characters that stand for white space in vocabularies (SentencePiece; bytes as letters)."""
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _OTHER, _NEWLINE, _SPACE, _DIGIT, _LETTERS = 0, 1, 2, 3, 4
 _WORD = {(True, True): 5, (True, False): 6, (False, True): 7, (False, False): 8}
-"""Class of a token that begins with a letter, by whether a space precedes it and whether the letter is large."""
+"""Class of a token that begins with a letter, by a space before it and by upper or lower case."""
 _OPEN, _CLOSE, _STOP, _COMMA, _SIGN, _LINE_END = 9, 10, 11, 12, 13, 14
 _MARKS = {**dict.fromkeys(")]}>", _CLOSE), **dict.fromkeys(".!?", _STOP), **dict.fromkeys(",;:", _COMMA)}
 
 
 def token_classes(tokenizer: Any) -> NDArray[np.uint8]:
-    """What kind of text every token is, by its string: white space, a word that begins or goes on, digits, marks.
+    """Return the class of every token by its string: white space, beginning or rest of a word, digits, punctuation.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def _class_of(string: str) -> int:
 
 
 class Unigrams:
-    """The recent and the frequent tokens of one text, ranked by rates that are learned over all texts.
+    """Recent and frequent tokens of one text, ranked by rates that are learned over all texts.
 
     Parameters
     ----------
