@@ -49,13 +49,19 @@ def live(codec, tokenizer):
         server.stop()
 
 
+@pytest.fixture(scope="session")
+def _cache(tmp_path_factory):
+    """Where servers keep what they found out about the model, as a user's second start finds it."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def processes(tmp_path):
+def processes(_cache):
     """`processes(...)`: a server as users start it, with these arguments."""
     started = []
 
     def start(*arguments):
-        started.append(Process(tmp_path / "cache", *arguments))
+        started.append(Process(_cache, *arguments))
         return started[-1]
 
     yield start
