@@ -25,6 +25,9 @@ FREED_BYTES = 256 << 20
 """Memory that a process gathers before it is looked for what can be freed."""
 PART, PARTS = "TESTS_PART", 3
 """Environment variable that names the part of rotating tests to run, and how many there are."""
+LAST = ("server", "datastore", "kernels")
+"""Folders whose tests come last. Of two workers the second begins in the middle, among those of the server, which need
+no kernels, while the first one compiles what drafts; the second then loads it."""
 SLOW = 3
 """How many times the limit of pyproject.toml a test marked slow may take, unless it says otherwise."""
 
@@ -67,6 +70,7 @@ def _rotate(config: pytest.Config, items: list[pytest.Item]) -> None:
 @pytest.hookimpl(trylast=True)  # of what -k and -m chose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _rotate(config, items)
+    items.sort(key=lambda item: ("", *LAST).index(name if (name := item.path.parent.name) in LAST else ""))
     limit = float(config.getini("timeout"))
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):

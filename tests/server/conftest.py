@@ -50,18 +50,18 @@ def live(codec, tokenizer):
 
 
 @pytest.fixture(scope="session")
-def _cache(tmp_path_factory):
+def server_cache(tmp_path_factory):
     """Where servers keep what they found out about the model, as a user's second start finds it."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
-def processes(_cache):
+def processes(server_cache):
     """`processes(...)`: a server as users start it, with these arguments."""
     started = []
 
     def start(*arguments):
-        started.append(Process(_cache, *arguments))
+        started.append(Process(server_cache, *arguments))
         return started[-1]
 
     yield start

@@ -2,11 +2,13 @@
 
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
-from waiting import wait_for
+from live import Process
+from waiting import HANG_S, wait_for
 
 from retrieve_spec.config import DraftSources, ServeConfig
 from retrieve_spec.errors import ServeError, StoreCorruptError, StoreNotFoundError
@@ -39,8 +41,17 @@ def test_the_address_that_is_said_is_the_one_that_answers(tmp_path):
         assert heard[-1].startswith(said) and int(heard[-1].rpartition(":")[2]) > 0
 
 
-def test_requests_before_the_model_is_there_are_told_so_at_once(processes):
-    server, seen = processes(), []
+@pytest.fixture(scope="module")
+def server(server_cache):
+    """A server that has just been started."""
+    one = Process(server_cache)
+    yield one
+    if one.child.poll() is None:
+        one.stop(signal.SIGKILL)
+
+
+def test_requests_before_the_model_is_there_are_told_so_at_once(server):
+    seen = []
 
     def answers(status):
         seen.append(server.health())
@@ -54,7 +65,22 @@ def test_requests_before_the_model_is_there_are_told_so_at_once(processes):
     assert infill.status_code == 503
     wait_for(lambda: answers(200))
     assert any("compiles" in said.json()["loading"]["stage"] for said in seen if said and said.status_code == 503)
-    said = server.stop(signal.SIGINT)
+
+
+def test_a_server_that_is_ended_says_so_to_who_waits(server):
+    server.ready()
+    body = {"n_predict": 1900, "speculative": False}
+    with ThreadPoolExecutor(8) as pool:
+        for name in "fghijk":  # four are decoded in turns, the others wait: then all are known to have arrived
+            client = httpx.Client(base_url=server.client.base_url, timeout=HANG_S, trust_env=False)
+            other = {**body, "prompt": f"def {name}(x):"}
+            answer = pool.submit(client.post, "/completion", json=other, headers={"X-Client-Id": name})
+        wait_for(lambda: "retrieve_spec_queue_length 2.0" in server.client.get("/metrics").text)
+        assert not answer.done()
+        said = server.stop(signal.SIGINT)
+        shown = answer.result(HANG_S)
+    assert shown.status_code == 503, shown.text
+    assert "the server is stopping" in shown.text
     assert "bundled model" in said and "--model Qwen/Qwen2.5-Coder-1.5B" in said
     assert "Traceback" not in said
 
