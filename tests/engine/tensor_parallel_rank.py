@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
@@ -39,7 +40,7 @@ def main(folder: Path, rank: int) -> dict[str, Any]:
 
     def slower_on_one_rank(self: CostModel, context: int, nodes: int) -> Any:  # as by its own clock
         time.sleep(0.002 * rank)
-        return costs(self, context, nodes) * (1.0 + 0.2 * rank * torch.arange(nodes + 1).numpy())
+        return costs(self, context, nodes) * (1 + 0.2 * rank * np.arange(nodes + 1, dtype=np.float32))
 
     CostModel.seconds = slower_on_one_rank
     said["greedy"] = [model.generate(prompt, max_new_tokens=24, do_sample=False).tolist() for _ in range(2)]
