@@ -30,8 +30,8 @@ WIDTHS = [*((family, 8) for family in FAMILIES), *((family, 16) for family in ("
 
 
 @pytest.mark.parametrize(("model_type", "head_dim"), WIDTHS)
-def test_output_and_cache_are_those_of_generate(model_type: str, head_dim: int) -> None:
-    model = build(model_type, head_dim=head_dim)
+def test_output_and_cache_are_those_of_generate(model_type: str, head_dim: int, shared: Any) -> None:
+    model = shared(build, model_type, head_dim=head_dim)
     options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
     plain = model.generate(ids(30), **options)
     drafter = ScriptedDrafter(plain.sequences[0], vocab=VOCAB)

@@ -83,12 +83,13 @@ for name, row in {
     flat = name in ("flat", "zeros", "tiny")  # more tokens tie than are looked at
     assert undecided[0] == 0 and (flat or sum(undecided) == 0), (name, undecided)
     assert name != "tied" or not check(row.expand(3, V), [Warpers(top_k=3)] * 3)
-for wrong, at in itertools.product((math.nan, math.inf), (0, 1024, V - 1)):  # the host says what is wrong
+wrong = itertools.cycle(itertools.product((math.nan, math.inf), (0, 1024, V - 1)))  # the host says what is wrong
+for own in EVERY + EVERY:
     row = torch.stack([base, base, base])
-    row[1, at] = wrong
-    for own in EVERY:
-        keys = np.concatenate([DeviceSampler(RandomSampler(own, 5)).rules(TEXT, DraftTree())] * 3)
-        assert [token >= 0 for token in draw(row, keys).tolist()] == [True, False, True]
+    value, at = next(wrong)
+    row[1, at] = value
+    keys = np.concatenate([DeviceSampler(RandomSampler(own, 5)).rules(TEXT, DraftTree())] * 3)
+    assert [token >= 0 for token in draw(row, keys).tolist()] == [True, False, True]
 nothing = torch.full((1, V), -torch.inf)
 for own in EVERY:
     assert draw(nothing, DeviceSampler(RandomSampler(own, 5)).rules(TEXT, DraftTree())).tolist() == [-1]
@@ -143,17 +144,16 @@ from retrieve_spec.kernels import triton_sampling as kernels
 
 TYPES = dict.fromkeys(("rules", "ids_out", "given_ids", "drawn"), "*i64") | {"values_out": "*fp32", "masses": "*fp64"}
 
-for architecture in (80, 90):
-    for dtype in ("fp32", "bf16"):
-        types = TYPES | {"scores": "*" + dtype, "given": "*" + dtype}
-        block = {"BLOCK": kernels._BLOCK}
-        ptx = compiled(kernels._contenders, types, block | {"SLOTS": kernels._SLOTS}, architecture, 4)
-        assert "fma.rn.f64" not in ptx, "logarithms in float64, which many GPUs are slow at, are for few tokens"
-        assert "div.rn.f32" in ptx, "logits are divided by the temperature as on the host"
-        assert "div.rn.f32" in compiled(kernels._masses, types, block, architecture, 4)
-        for count, masses, warps in ((512, False, 2), (128, False, 1), (2048, True, 8)):
-            constants = {"COUNT": count, "BLOCKS": 256 if masses else 0, "WHOLE": count == 512}
-            assert "div.rn.f32" in compiled(kernels._draw, types, constants, architecture, warps)
+for architecture, dtype in ((80, "fp32"), (90, "bf16")):
+    types = TYPES | {"scores": "*" + dtype, "given": "*" + dtype}
+    block = {"BLOCK": kernels._BLOCK}
+    ptx = compiled(kernels._contenders, types, block | {"SLOTS": kernels._SLOTS}, architecture, 4)
+    assert "fma.rn.f64" not in ptx, "logarithms in float64, which many GPUs are slow at, are for few tokens"
+    assert "div.rn.f32" in ptx, "logits are divided by the temperature as on the host"
+    assert "div.rn.f32" in compiled(kernels._masses, types, block, architecture, 4)
+    for count, masses, warps in ((512, False, 2), (128, False, 1), (2048, True, 8)):
+        constants = {"COUNT": count, "BLOCKS": 256 if masses else 0, "WHOLE": count == 512}
+        assert "div.rn.f32" in compiled(kernels._draw, types, constants, architecture, warps)
 print("compiled")
 """
 

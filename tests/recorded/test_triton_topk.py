@@ -44,12 +44,11 @@ print("exact", cases)
 COMPILED = """
 from retrieve_spec.kernels import triton_topk as kernels
 
-for architecture in (80, 90):
-    for dtype in ("fp32", "bf16"):
-        types = {"scores": "*" + dtype, "orders": "*i64", "chosen": "*i64", "packed": "*i32"}
-        compiled(kernels._largest_of_blocks, types, {"K": 8, "BLOCK": kernels._BLOCK}, architecture, 4)
-        for count, warps in ((64, 1), (512, 2), (2048, 8)):
-            compiled(kernels._largest_of_rows, types, {"K": 8, "COUNT": count, "CHOSEN": True}, architecture, warps)
+for architecture, dtype in ((80, "fp32"), (90, "bf16")):
+    types = {"scores": "*" + dtype, "orders": "*i64", "chosen": "*i64", "packed": "*i32"}
+    compiled(kernels._largest_of_blocks, types, {"K": 8, "BLOCK": kernels._BLOCK}, architecture, 4)
+    for count, warps in ((64, 1), (512, 2), (2048, 8)):
+        compiled(kernels._largest_of_rows, types, {"K": 8, "COUNT": count, "CHOSEN": True}, architecture, warps)
 print("compiled")
 """
 
