@@ -12,11 +12,13 @@ from numba import types
 from retrieve_spec.kernels.cpu.vector_units import VectorUnit, units_of
 
 AVX2 = "+avx2,+fma,+f16c"
+AVX512 = f"{AVX2},+avx512f,+avx512bw,+avx512vl,+avx512vnni,+avx512bf16"
 CPUS = {
     "haswell": ("x86_64-unknown-linux-gnu", "haswell", AVX2),
     "avxvnni": ("x86_64-unknown-linux-gnu", "alderlake", f"{AVX2},+avxvnni"),
     "skylake": ("x86_64-unknown-linux-gnu", "skylake-avx512", f"{AVX2},+avx512f,+avx512bw,+avx512vl"),
-    "zen4": ("x86_64-unknown-linux-gnu", "znver4", f"{AVX2},+avx512f,+avx512bw,+avx512vl,+avx512vnni,+avx512bf16"),
+    "zen4": ("x86_64-unknown-linux-gnu", "znver4", AVX512),
+    "amx": ("x86_64-unknown-linux-gnu", "sapphirerapids", f"{AVX512},+amx-tile,+amx-bf16"),
     "arm": ("aarch64-unknown-linux-gnu", "generic", "+neon"),
     "dotprod": ("aarch64-unknown-linux-gnu", "neoverse-n1", "+neon,+dotprod"),
 }

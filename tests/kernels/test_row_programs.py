@@ -105,6 +105,40 @@ def test_a_row_is_the_same_beside_any_others_with_unpacked_weights(dtype: torch.
         assert torch.equal(out[:rows], whole[:rows])
 
 
+def flushed(numbers: np.ndarray) -> np.ndarray:
+    """Numbers in float32, with zeros in place of denormal ones."""
+    return np.where(np.abs(numbers) < np.float32(2.0**-126), np.float32(0), numbers).astype(np.float32)
+
+
+def summed_by_amx(x: torch.Tensor, weight: torch.Tensor) -> np.ndarray:
+    """The naive twin of products by AMX: by 32 numbers, the even ones and the odd ones are added up apart."""
+    rows, columns = (flushed(tensor.float().numpy()) for tensor in (x, weight))
+    total = np.zeros((len(rows), len(columns)), np.float32)
+    for begin in range(0, rows.shape[1], 32):
+        halves = np.zeros((2, *total.shape), np.float32)
+        for i in range(begin, begin + 32):
+            halves[i % 2] = flushed(halves[i % 2] + rows[:, i, None] * columns[None, :, i])
+        total = flushed(total + flushed(halves[0] + halves[1]))
+    return total
+
+
+@pytest.mark.skipif(not vector_units.unit_here().has_amx, reason="this CPU has no AMX, or Linux forbids it")
+@pytest.mark.parametrize("scale", [1.0, 1e-19], ids=["normal", "denormal"])
+@pytest.mark.parametrize("rows", [1, 7, 16, 35, 64, 150])
+def test_matrix_instructions_add_up_what_the_naive_twin_does(rows: int, scale: float) -> None:
+    torch.manual_seed(0)
+    x, weight = ((torch.randn(count, 160) * scale).to(torch.bfloat16) for count in (rows, 41))
+    sums = torch.from_numpy(summed_by_amx(x, weight))
+    assert torch.equal(row_product(x, weight), sums.to(torch.bfloat16))
+    bias = -sums[0].to(torch.bfloat16)  # what is left of a row's own sums are their last digits
+    assert torch.equal(row_product(x, weight, bias), (sums + bias.float()).to(torch.bfloat16))
+
+
+def test_matrix_instructions_are_left_out_where_linux_forbids_them() -> None:
+    with mock.patch.object(vector_units, "_may_use_amx", return_value=False):
+        assert not any(unit.has_amx for unit in vector_units.units_here())
+
+
 @EVERY
 def test_long_rows_are_multiplied_some_at_a_time(dtype: torch.dtype) -> None:
     """Of some hundred kilobytes each."""
@@ -135,7 +169,7 @@ def test_what_is_added_may_lie_otherwise_and_there_may_be_no_rows(rows: int) -> 
     torch.testing.assert_close(packed.float(), result, rtol=0.05, atol=0.5)
 
 
-UNITS = [*vector_units.UNITS, portable(4), portable(8), portable(16)]
+UNITS = [*(unit for unit in vector_units.UNITS if not unit.has_amx), portable(4), portable(8), portable(16)]
 EVERY_UNIT = pytest.mark.parametrize("unit", UNITS, ids=[f"{i}-{unit.lanes}" for i, unit in enumerate(UNITS)])
 
 

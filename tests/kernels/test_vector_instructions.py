@@ -9,6 +9,7 @@ import pytest
 from cross_compiled import loops_of, unit_of
 from numba import config, types
 
+from retrieve_spec.kernels.cpu.amx_code import MOST_BLOCKS, amx_product
 from retrieve_spec.kernels.cpu.vector_code import block_product, mix_block, score_block, tile_product
 
 pytestmark = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="its instructions have no form in Python")
@@ -52,6 +53,14 @@ def test_sums_stay_in_registers(cpu: str) -> None:
         for loop in (multiplied,) if like == types.float32 else loops:
             on_stack = sum(bool(STACK.search(line)) for line in loop)
             assert 8 * on_stack <= len(loop)
+
+
+def test_matrices_are_multiplied_with_one_load_of_weights_for_all_rows() -> None:
+    loops = loops_of(amx_product(unit_of("amx")), types.uint16, "amx")
+    found = sorted((count(loop, "tdpbf16ps"), count(loop, "tileloadd"), count(loop, "prefetcht1")) for loop in loops)
+    assert found == [(0, 0, 0), *((blocks, blocks + 1, 16) for blocks in range(1, MOST_BLOCKS + 1))]
+    assert not any(STACK.search(line) for loop in loops if count(loop, "tdpbf16ps") for line in loop)
+    assert not loops_of(amx_product(unit_of("zen4")), types.uint16, "zen4")
 
 
 @pytest.mark.parametrize("cpu", ["skylake", "arm"])

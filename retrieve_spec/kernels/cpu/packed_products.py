@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inner, part
+from retrieve_spec.kernels.cpu.amx_code import MOST_BLOCKS, TILE_BYTES, amx_interleave, amx_product
 from retrieve_spec.kernels.cpu.number_formats import bytes_of, is_bfloat16, wide
 from retrieve_spec.kernels.cpu.vector_code import (
     GROUP,
@@ -39,7 +40,9 @@ _NEAR = 1 << 18
 """Bytes of rows that stay in the L2 cache while unpacked weights are read."""
 _SHARES = 4
 """Passes over a panel's weights that share prefetching the next panel."""
+_HAS_AMX = _VECTORS.has_amx
 _product, _tile = block_product(_VECTORS), tile_product(_VECTORS)
+_interleave, _matrix = amx_interleave(_VECTORS), amx_product(_VECTORS)
 
 
 @inner
@@ -88,6 +91,13 @@ def _quantise_group(given: NDArray[np.uint16], rounded: NDArray[np.int8]) -> tup
     return top / np.float32(127.0), whole
 
 
+@inner
+def interleave_block(x: int, block: int, rows: int, chunks: int, out: int, like: Any) -> None:
+    """Interleave one block of 16 of the rows at an address, for products by AMX."""
+    first = LANES * block
+    _interleave(like, x + 64 * chunks * first, rows - first - 1, chunks, out + TILE_BYTES * chunks * block)
+
+
 @part
 def multiply_panel(
     weight: int, begin: int, bits: int, rows: int, groups: int, q: int, scales: int, sums: int, bias: int, out: int,
@@ -96,8 +106,11 @@ def multiply_panel(
     """Sixteen outputs of all rows at addresses, from one on; rows of `out` are `stride` bytes apart, and as many as
     blocks have.
 
-    With unpacked weights, `q` are the rows themselves, and groups have 64 bytes.
+    With unpacked weights, `q` are the rows themselves, or interleaved blocks of them, and groups have 64 bytes.
     """
+    if bits == UNPACKED and _HAS_AMX and is_bfloat16(like):
+        _multiply_by_amx(weight + 64 * begin * groups, rows, groups, q, bias, out, stride, like)
+        return
     if bits == UNPACKED:
         _multiply_unpacked(weight + 64 * begin * groups, rows, groups, q, bias, out, stride, like)
         return
@@ -117,6 +130,16 @@ def multiply_panel(
             )  # fmt: skip
             number += 1
         first += block
+
+
+@inner
+def _multiply_by_amx(weight: int, rows: int, chunks: int, x: int, bias: int, out: int, stride: int, like: Any) -> None:
+    """Multiply interleaved rows by unpacked weights; meanwhile the next weights are prefetched."""
+    most = MOST_BLOCKS * LANES
+    for first in range(0, rows, most):
+        count = min(rows - first, most)
+        x_here, out_here = x + 64 * chunks * first, out + first * stride
+        _matrix(like, -(-count // LANES), count - 1, weight, x_here, chunks, bias, out_here, stride)
 
 
 @inner

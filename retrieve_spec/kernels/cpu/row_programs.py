@@ -24,11 +24,13 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from retrieve_spec.kernels.compiled_code import inner, part
+from retrieve_spec.kernels.cpu.amx_code import amx_configure, amx_release
 from retrieve_spec.kernels.cpu.layer_rows import gate_row, normalise_rows, rotate_heads
 from retrieve_spec.kernels.cpu.number_formats import LIKE, bytes_of
 from retrieve_spec.kernels.cpu.packed_products import (
     BLOCKS,
     bits_of,
+    interleave_block,
     multiply_panel,
     quantise_row,
     unpack,
@@ -41,7 +43,7 @@ from retrieve_spec.kernels.cpu.tree_attention import (
     keep_row,
 )
 from retrieve_spec.kernels.cpu.vector_code import GROUP, LANES, UNPACKED
-from retrieve_spec.kernels.cpu.vector_units import UNITS, has_bfloat16_products
+from retrieve_spec.kernels.cpu.vector_units import UNITS, has_bfloat16_products, unit_here
 from retrieve_spec.kernels.views import take_ticket, tickets_taken, view_i64, view_i64_rows
 from retrieve_spec.openmp import libgomp_of
 
@@ -52,6 +54,8 @@ _PARTS = 8
 _PATIENCE = 1 << 12
 """Looks at what others do before a thread leaves its core to them."""
 _FIELDS = 11
+_HAS_AMX = unit_here().has_amx
+_configure, _release = amx_configure(unit_here()), amx_release(unit_here())
 
 
 class Step(IntEnum):
@@ -63,7 +67,7 @@ class Step(IntEnum):
     """x, bytes, scales, sums, groups, bits."""
     MULTIPLY = 2
     """bytes, scales, sums, groups, bits, parts (the steps that follow), panels of all; with unpacked weights, rows in
-    place of bytes, and groups of 64 bytes."""
+    place of bytes, or interleaved blocks of them, and groups of 64 bytes."""
     NORMALISE = 3
     """x, other, weight, total, out, width, repeats in a row, eps."""
     GATE = 4
@@ -74,14 +78,16 @@ class Step(IntEnum):
     """keys, values, layer, heads of keys, their width, that of values."""
     ATTEND = 7
     """queries, out, layer, heads, heads of keys, their width, that of values, window, scale, soft-capping."""
+    INTERLEAVE = 8
+    """x, interleaved blocks of it, groups of 64 bytes."""
 
 
 _PLACES = {
     Step.PART: 3, Step.QUANTISE: 4, Step.MULTIPLY: 3, Step.NORMALISE: 5, Step.GATE: 3, Step.ROTATE: 4, Step.KEEP: 2,
-    Step.ATTEND: 2,
+    Step.ATTEND: 2, Step.INTERLEAVE: 2,
 }  # fmt: skip
 """How many of the first fields of each kind of step are places."""
-_PART, _QUANTISE, _MULTIPLY, _NORMALISE, _GATE, _ROTATE, _KEEP, _ATTEND = (int(step) for step in Step)
+_PART, _QUANTISE, _MULTIPLY, _NORMALISE, _GATE, _ROTATE, _KEEP, _ATTEND, _INTERLEAVE = (int(step) for step in Step)
 ZEROS, NOWHERE = 0, 1
 """Places of the addresses of 16 zeros, and of nothing."""
 
@@ -161,6 +167,7 @@ def _run(address: int, like: Any) -> None:
     plan, at = view_i64_rows(numbers[1], steps, _FIELDS), view_i64(counters + 16 * steps, 1 << 20)
     by_text = view_i64_rows(numbers[5], numbers[6], TEXT_FIELDS)
     scratch = numbers[7] + numbers[8] * take_ticket(address)
+    _configure(like)
     for i in range(steps):
         step, parts, ticket, units, each = plan[i], plan[i + 1 :], counters + 16 * i, rows, 1
         if step[0] == _PART:
@@ -170,6 +177,8 @@ def _run(address: int, like: Any) -> None:
             units = -(-step[7] // each)
         elif step[0] == _ATTEND:
             units = attention_parts(by_text, step[4], step[5])
+        elif step[0] == _INTERLEAVE:
+            units = -(-rows // LANES)
         while True:
             unit = take_ticket(ticket)
             if unit >= units:
@@ -185,10 +194,13 @@ def _run(address: int, like: Any) -> None:
                 )  # fmt: skip
             elif step[0] == _KEEP:
                 keep_row(by_text, unit, at[step[1]], at[step[2]], step[3], step[4], step[5], step[6], like)
+            elif step[0] == _INTERLEAVE:
+                interleave_block(at[step[1]], unit, rows, step[3], at[step[2]], like)
             else:
                 _do_row(step, at, rows, unit, like)
             take_ticket(ticket + 8)
         _wait(ticket + 8, units)
+    _release(like)
 
 
 def _run_float32(address: int) -> None:
@@ -199,11 +211,20 @@ def _run_bfloat16(address: int) -> None:
     _run(address, np.uint16(0))
 
 
+def _run_bfloat16_by_amx(address: int) -> None:
+    """The same by another name, which compiled code is kept by: where Linux forbids AMX the CPU still has it."""
+    _run(address, np.uint16(0))
+
+
 def _run_float16(address: int) -> None:
     _run(address, np.int16(0))
 
 
-_RUNS = {torch.float32: _run_float32, torch.bfloat16: _run_bfloat16, torch.float16: _run_float16}
+_RUNS = {
+    torch.float32: _run_float32,
+    torch.bfloat16: _run_bfloat16_by_amx if _HAS_AMX else _run_bfloat16,
+    torch.float16: _run_float16,
+}
 
 
 @functools.cache
@@ -314,7 +335,7 @@ class RowProgram:
         self._row_bytes: list[int] = [0, 0]  # by place, of buffers
         self._given: list[int] = []
         self._zeros = np.zeros(2 * LANES, np.float32)
-        self._rounded: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self._prepared: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._plan = self._numbers = np.empty(0, np.int64)
         self._arena_bytes = self._widest = 0
 
@@ -337,14 +358,24 @@ class RowProgram:
     def multiply(self, x: int, width: int, bits: int, parts: Sequence[tuple[int, int, int, int]]) -> None:
         """Add products of the rows at one place, so wide; each with its fields of `Step.PART`."""
         groups = width * self._size // 64 if bits == UNPACKED else width // GROUP
-        rounded = (x, NOWHERE, NOWHERE) if bits == UNPACKED else self._rounded.get((x, bits))
-        if rounded is None:
-            rounded = self.place(groups * GROUP, 1), self.place(groups, 4), self.place(groups, 4)
-            self._rounded[x, bits] = rounded
-            self.add(Step.QUANTISE, x, *rounded, groups, bits)
-        self.add(Step.MULTIPLY, *rounded, groups, bits, len(parts), sum(-(-fields[-1] // LANES) for fields in parts))
+        if (x, bits) not in self._prepared:
+            self._prepared[x, bits] = self._prepare(x, groups, bits)
+        panels = sum(-(-fields[-1] // LANES) for fields in parts)
+        self.add(Step.MULTIPLY, *self._prepared[x, bits], groups, bits, len(parts), panels)
         for fields in parts:
             self.add(Step.PART, *fields)
+
+    def _prepare(self, x: int, groups: int, bits: int) -> tuple[int, int, int]:
+        """Add what products with weights of so many bits need of rows; its places."""
+        if bits != UNPACKED:
+            rounded = self.place(groups * GROUP, 1), self.place(groups, 4), self.place(groups, 4)
+            self.add(Step.QUANTISE, x, *rounded, groups, bits)
+            return rounded
+        if not (_HAS_AMX and self._dtype == torch.bfloat16):
+            return x, NOWHERE, NOWHERE
+        interleaved = self.place(64 * groups, 1)
+        self.add(Step.INTERLEAVE, x, interleaved, groups)
+        return interleaved, NOWHERE, NOWHERE
 
     def finish(self, given: Sequence[int]) -> Self:
         """Lay the program out, after the last step; the addresses of these places are given when it is run."""
@@ -394,7 +425,7 @@ class RowProgram:
 
     def run(self, rows: int, addresses: Sequence[int], texts: RowTexts | None = None) -> None:
         """Run it over so many rows; addresses are those of contiguous rows, and of weights."""
-        room, threads, numbers = padded(rows), threads_of_torch(), self._numbers.copy()
+        room, threads, numbers = -(-padded(rows) // LANES) * LANES, threads_of_torch(), self._numbers.copy()
         scratch = 0 if texts is None else 4 * QUERIES * (2 * self._widest + texts.longest + LANES)
         scratch = -(-scratch // 64) * 64
         arena = torch.empty(room * self._arena_bytes + threads * scratch, dtype=torch.uint8)

@@ -61,10 +61,10 @@ def place(builder: Any, start: Any, index: int, each: Any) -> Any:
     return builder.add(start, builder.mul(each, LONG(index)))
 
 
-def prefetch(builder: Any, address: Any) -> None:
-    """Prefetch the line at an address, to read it once."""
+def prefetch(builder: Any, address: Any, level: int = 1) -> None:
+    """Prefetch the line at an address into a level of the caches, to read it once."""
     pointer = builder.inttoptr(address, BYTE.as_pointer())
-    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, WORD(0), WORD(3), WORD(1))
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, WORD(0), WORD(4 - level), WORD(1))
 
 
 def keep_order(builder: Any) -> None:

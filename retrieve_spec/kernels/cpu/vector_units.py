@@ -6,6 +6,8 @@ registers are, how many results they hold at once, and how it multiplies bytes a
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,6 +60,8 @@ class VectorUnit:
         Whether it multiplies signed bytes by signed ones, instead of unsigned ones by signed ones.
     multiplies_by_lane
         Whether its instructions multiply by one lane of a register.
+    has_amx
+        Whether it multiplies matrices of bfloat16 (`retrieve_spec.kernels.cpu.amx_code`).
     """
 
     lanes: int
@@ -69,6 +73,7 @@ class VectorUnit:
     add_pairs: Callable[..., Any] | None = None
     is_signed: bool = False
     multiplies_by_lane: bool = False
+    has_amx: bool = False
 
     def word(self, builder: Any, address: Any, index: int, kind: Any) -> Any:
         """One of several numbers of 32 bits at an address, in every lane."""
@@ -197,7 +202,10 @@ def units_of(has: Callable[[str], bool], is_x86: bool) -> Iterator[VectorUnit]:
         pairs = _add_pairs_avx512 if has("avx512bf16") else None
         if has("avx512vnni"):
             fours = group_by_fours(partial(_add_bytes_by, "llvm.x86.avx512.vpdpbusd.512"))
-            yield VectorUnit(16, fours, (1, 2, 4, 8, 9, 12, 16), (1, 2, 4, 8, 12, 16), add_pairs=pairs)
+            blocks, attention = (1, 2, 4, 8, 9, 12, 16), (1, 2, 4, 8, 12, 16)
+            if pairs and has("amx-bf16"):
+                yield VectorUnit(16, fours, blocks, attention, add_pairs=pairs, has_amx=True)
+            yield VectorUnit(16, fours, blocks, attention, add_pairs=pairs)
         by_pairs = group_by_pairs("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512")
         yield VectorUnit(16, by_pairs, (1, 2, 4, 8), (1, 2, 4, 8), add_pairs=pairs)
     if has("avxvnni"):
@@ -207,13 +215,23 @@ def units_of(has: Callable[[str], bool], is_x86: bool) -> Iterator[VectorUnit]:
     yield VectorUnit(8, by_pairs, **narrow)
 
 
-def _here() -> list[VectorUnit]:
+def _may_use_amx() -> bool:
+    """Whether Linux lets this process use tiles: it is asked once, before any thread does."""
+    if sys.platform != "linux":
+        return False
+    arch_prctl, require_permission, of_tiles = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, require_permission, of_tiles) == 0  # type: ignore[no-any-return]
+
+
+def units_here() -> list[VectorUnit]:
     """Units of the CPU that Numba compiles for."""
     is_x86, features = cpu_features()
+    if "amx-bf16" in features and not _may_use_amx():
+        features -= {"amx-bf16"}
     return list(units_of(features.__contains__, is_x86))
 
 
-UNITS = _here()
+UNITS = units_here()
 """Units that this process can use, fastest first; none on an x86 CPU without AVX2."""
 
 

@@ -1,0 +1,196 @@
+"""Products of bfloat16 by Intel's matrix instructions (AMX), built as LLVM code for Numba.
+
+A tile is a register of 16 rows of 64 bytes. One instruction adds to 16 · 16 sums the products of 32 numbers of 16 rows
+of weights, as they lie in memory, with those of 16 rows of a pass, which lie interleaved. Each sum has a lane of its
+own, and one order: a row's results are the same bit for bit whatever other rows stand beside it. Denormal numbers are
+taken, and left, as zeros.
+
+For units without these instructions, and for other formats, there is no code.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from retrieve_spec.kernels.cpu.vector_code import FORMATS, LANES
+from retrieve_spec.kernels.cpu.vector_ir import (
+    BYTE,
+    FLOAT,
+    LONG,
+    SHORT,
+    WORD,
+    call,
+    least,
+    load,
+    loop,
+    place,
+    prefetch,
+    store,
+    switch,
+    transposed,
+    vector,
+)
+from retrieve_spec.kernels.cpu.vector_units import VectorUnit
+
+TILE_BYTES = 1024
+MOST_BLOCKS = 4
+"""Blocks of 16 rows that are multiplied at once. Their sums have a tile each, weights one, and the rows the others."""
+_TILES, _WEIGHTS = 8, MOST_BLOCKS
+_CONFIGURATION = [1, *[0] * 15, *[64, 0] * _TILES, *[0] * (32 - 2 * _TILES), *[LANES] * _TILES, *[0] * (16 - _TILES)]
+"""What a thread says of its tiles: palette 1, then of each tile the bytes of a row, and its rows."""
+
+
+def _has_code(unit: VectorUnit, like: Any) -> bool:
+    return unit.has_amx and like == types.uint16
+
+
+def _amx(builder: Any, name: str, *args: Any) -> None:
+    """One instruction; tiles are given by their numbers, addresses as words."""
+    given = []
+    for arg in args:
+        is_tile = isinstance(arg, int)
+        given.append(ir.Constant(BYTE, arg) if is_tile else arg)
+    call(builder, f"llvm.x86.{name}", ir.VoidType(), *given)
+
+
+def _pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, BYTE.as_pointer())
+
+
+def amx_configure(unit: VectorUnit) -> Any:
+    """Compiled function that a thread calls before products of a format: what ran before may have used tiles, too."""
+
+    @intrinsic
+    def configure(_context: Any, like: Any) -> Any:
+        def codegen(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+            if _has_code(unit, like):
+                kind = ir.ArrayType(BYTE, len(_CONFIGURATION))
+                with builder.goto_entry_block():
+                    cell = builder.alloca(kind)
+                builder.store(ir.Constant(kind, _CONFIGURATION), cell)
+                _amx(builder, "ldtilecfg", builder.bitcast(cell, BYTE.as_pointer()))
+            return context.get_dummy_value()
+
+        return types.void(like), codegen
+
+    return configure
+
+
+def amx_release(unit: VectorUnit) -> Any:
+    """Compiled function that a thread calls after its last product."""
+
+    @intrinsic
+    def release(_context: Any, like: Any) -> Any:
+        def codegen(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+            if _has_code(unit, like):
+                _amx(builder, "tilerelease")
+            return context.get_dummy_value()
+
+        return types.void(like), codegen
+
+    return release
+
+
+def amx_interleave(unit: VectorUnit) -> Any:
+    """Compiled function that interleaves a block of 16 rows: pairs of numbers of one row after another.
+
+    Its parameters: a number of the format; the address of the first row; the last one that there is, which stands for
+    those after it; chunks of 64 bytes of a row; the address of as many tiles.
+    """
+
+    @intrinsic
+    def interleave(_context: Any, like: Any, x: Any, last: Any, chunks: Any, out: Any) -> Any:
+        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            _, x, last, chunks, out = args
+            row_bytes = builder.mul(chunks, LONG(64))
+            rows = [builder.add(x, builder.mul(row_bytes, least(builder, LONG(row), last))) for row in range(LANES)]
+
+            def lay(chunk: Any, _: list[Any]) -> list[Any]:
+                at, to = builder.mul(chunk, LONG(64)), builder.add(out, builder.mul(chunk, LONG(TILE_BYTES)))
+                words = [load(builder, builder.add(row, at), 0, vector(WORD, LANES)) for row in rows]
+                for i, pairs in enumerate(transposed(builder, words)):
+                    store(builder, pairs, builder.add(to, LONG(64 * i)), 4)
+                return []
+
+            if _has_code(unit, like):
+                loop(builder, chunks, [], lay)
+            return context.get_dummy_value()
+
+        return types.void(like, *[types.int64] * 4), codegen
+
+    return interleave
+
+
+def amx_product(unit: VectorUnit) -> Any:
+    """Compiled function of 16 results of up to 64 rows.
+
+    Its parameters: a number of the format; blocks of 16 rows, and the last row that there is, which stands for those
+    after it; the addresses of the first of 16 rows of weights (the 16 rows after them are prefetched), and of the
+    interleaved blocks; chunks of 64 bytes of a row; addresses of 16 numbers to add and of the first row's results, and
+    how many bytes are between two rows' results.
+    """
+
+    @intrinsic
+    def product(
+        _context: Any, like: Any, blocks: Any, last: Any, weights: Any, x: Any, chunks: Any, bias: Any, out: Any,
+        stride: Any,
+    ) -> Any:  # fmt: skip
+        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            _, blocks, last, weights, x, chunks, bias, out, stride = args
+            numbers = FORMATS[types.uint16]
+            row_bytes, block_bytes = (builder.mul(chunks, LONG(size)) for size in (64, TILE_BYTES))
+            if not _has_code(unit, like):
+                return context.get_dummy_value()
+            with builder.goto_entry_block():
+                cell = builder.alloca(ir.ArrayType(FLOAT, MOST_BLOCKS * LANES * LANES))
+            sums = builder.ptrtoint(cell, LONG)
+            following = builder.add(weights, builder.mul(row_bytes, LONG(LANES)))
+
+            def code(count: int) -> None:
+                """The sums of so many blocks."""
+                for block in range(count):
+                    _amx(builder, "tilezero", block)
+
+                def add(chunk: Any, _: list[Any]) -> list[Any]:
+                    here = builder.add(weights, builder.mul(chunk, LONG(64)))
+                    there, ahead = (
+                        builder.add(start, builder.mul(chunk, LONG(TILE_BYTES))) for start in (x, following)
+                    )
+                    _amx(builder, "tileloadd64", _WEIGHTS, _pointer(builder, here), row_bytes)
+                    for block in range(count):
+                        rows = _WEIGHTS + 1 + block % (_TILES - _WEIGHTS - 1)
+                        at = place(builder, there, block, block_bytes)
+                        _amx(builder, "tileloadd64", rows, _pointer(builder, at), LONG(64))
+                        for line in range(block * LANES // count, (block + 1) * LANES // count):
+                            prefetch(builder, builder.add(ahead, LONG(64 * line)), level=2)
+                        _amx(builder, "tdpbf16ps", block, _WEIGHTS, rows)
+                    return []
+
+                loop(builder, chunks, [], add)
+                for block in range(count):
+                    at = builder.add(sums, LONG(TILE_BYTES * block))
+                    _amx(builder, "tilestored64", block, _pointer(builder, at), LONG(64))
+
+            def finish(block: Any, _: list[Any]) -> list[Any]:
+                """Write the results of a block: sums have a row for each row of weights."""
+                at, first = builder.add(sums, builder.mul(block, LONG(TILE_BYTES))), builder.mul(block, LONG(LANES))
+                by_weight = [load(builder, at, 64 * i, vector(FLOAT, LANES), 4) for i in range(LANES)]
+                added = numbers.load(builder, bias, LANES)
+                for i, row in enumerate(transposed(builder, by_weight)):
+                    to = builder.mul(stride, least(builder, builder.add(first, LONG(i)), last))
+                    result = numbers.narrowed(builder, builder.fadd(row, added))
+                    store(builder, result, builder.add(out, to), SHORT.width // 8)
+                return []
+
+            switch(builder, blocks, {count: partial(code, count) for count in range(1, MOST_BLOCKS + 1)})
+            loop(builder, blocks, [], finish)
+            return context.get_dummy_value()
+
+        return types.void(like, *[types.int64] * 8), codegen
+
+    return product
