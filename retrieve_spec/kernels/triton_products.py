@@ -2,7 +2,8 @@
 
 Reading the weights is what such a product costs, so programs share them out and read each once. They stand first in a
 program's product: its shape is that of tensor cores with any number of rows. Results are rounded once, as torch does.
-With TRITON_INTERPRET=1 the kernel runs on the CPU.
+Packed weights of 4 and 8 bits (`retrieve_spec.quantized.pack`) are unpacked in registers, to the 16-bit numbers that
+`retrieve_spec.kernels.cpu.unpack` gives. With TRITON_INTERPRET=1 the kernel runs on the CPU.
 """
 
 from __future__ import annotations
@@ -15,23 +16,81 @@ import triton
 import triton.language as tl
 from torch.nn.functional import linear
 
+from retrieve_spec.kernels.cpu import GROUP, bits_of
 from retrieve_spec.kernels.triton_rows import add_rms_norm, overlap, take_turn
 
 BLOCKS = (16, 64, 128)
-"""Rows of a program's product; with more, torch's products are faster."""
+"""Rows of a program's product; with more, torch's products are faster, but those with packed weights are shared out."""
 LAYERS = 3
 """Layers of one launch at most."""
 STEP = 64
-"""Inputs of a layer are a multiple of this."""
+"""Inputs of a layer are a multiple of this, or of `GROUP` where its weights are packed."""
 _MAX_SPLITS = 4
 _LARGE = 16 << 20
 """Bytes of weights that large blocks of them share out to all of a GPU's processors."""
 
 
+@triton.jit
+def _unpacked(  # type: ignore[no-untyped-def]
+    weight, panel, panels, group, groups, BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_N, BLOCK_K) of a packed weight, from a panel of 16 outputs and a group of 32 inputs on.
+
+    A thread reads 16 bytes: of four outputs the weights of four inputs, or of two times four in 4 bits. Outputs and
+    inputs are put in the order in which these are the thread's part of a tensor core's operand, so that threads
+    exchange nothing. `_ordered_inputs` and `_ordered_outputs` put the rest of the product in order.
+    """
+    HALVES: tl.constexpr = BITS // 4  # 64 words each, of a group
+    GROUPS: tl.constexpr = BLOCK_K // 32
+    PAIRS: tl.constexpr = BLOCK_N // 32  # of panels, one for each warp
+    WORDS: tl.constexpr = 80 if BITS == 4 else 136  # of a group: levels, scales, in 4 bits offsets
+    half = tl.arange(0, GROUPS * HALVES)[:, None, None, None, None]
+    pair = tl.arange(0, PAIRS)[None, :, None, None, None]
+    row = tl.arange(0, 8)[None, None, :, None, None]  # of an operand's eight, by four threads
+    thread = tl.arange(0, 4)[None, None, None, :, None]
+    word = tl.arange(0, 4)[None, None, None, None, :]
+    pairs = weight + tl.minimum(panel + 2 * pair + row // 4, panels - 1) * (groups * WORDS)
+    words = tl.load(pairs + (group + half // HALVES) * WORDS + half % HALVES * 64 + thread * 16 + row % 4 * 4 + word)
+    scales = pairs + (group + tl.arange(0, GROUPS)[:, None, None, None, None]) * WORDS + 16 * BITS
+    scales += row % 4 * 2 + tl.arange(0, 2)[None, None, None, None, :] + 0 * thread  # the same in four threads
+    scale = _float16_pairs(tl.load(scales))
+    offset = _float16_pairs(tl.load(scales + 8)) if BITS == 4 else -128 * scale
+    scale = tl.reshape(scale, (GROUPS, 1, PAIRS, 8, 4, 2, 2, 1, 1, 1))
+    offset = tl.reshape(offset, (GROUPS, 1, PAIRS, 8, 4, 2, 2, 1, 1, 1))
+    by_byte = (16 * tl.arange(0, 2))[:, None] + (8 * tl.arange(0, 2))[None, :]
+    shift = (4 * tl.arange(0, 2 // HALVES))[:, None, None] + by_byte[None, :, :]
+    words = tl.reshape(words, (GROUPS, HALVES, PAIRS, 8, 4, 2, 2, 1, 1, 1))
+    levels = (words >> shift[None, None, None, None, None, None, None, :, :, :]) & ((1 << BITS) - 1)
+    floats = (levels.to(tl.float32) * scale + offset).to(KIND)
+    return tl.reshape(tl.permute(floats, (5, 2, 6, 3, 0, 1, 7, 8, 4, 9)), (BLOCK_N, BLOCK_K))
+
+
+@triton.jit
+def _float16_pairs(words):  # type: ignore[no-untyped-def]
+    """The two float16 numbers in each word, along a new last axis."""
+    halves = words[:, :, :, :, :, None] >> (16 * tl.arange(0, 2))[None, None, None, None, None, :]
+    return halves.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _ordered_inputs(x, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(BLOCK_K, BLOCK_M) of (BLOCK_M, BLOCK_K) rows, for a product with `_unpacked`."""
+    by_thread = tl.reshape(x, (BLOCK_M, BLOCK_K // 16, 4, 2, 2))
+    return tl.reshape(tl.permute(by_thread, (1, 3, 2, 4, 0)), (BLOCK_K, BLOCK_M))
+
+
+@triton.jit
+def _ordered_outputs(total, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A product with `_unpacked`, its outputs in their own order."""
+    by_thread = tl.reshape(total, (2, BLOCK_N // 32, 2, 8, BLOCK_M))
+    return tl.reshape(tl.permute(by_thread, (1, 3, 0, 2, 4)), (BLOCK_N, BLOCK_M))
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _linears(  # type: ignore[no-untyped-def]
     x,  # (rows, inputs)
-    weight_0,  # (outputs_0, inputs)
+    weight_0,  # (outputs_0, inputs), or the words of a packed weight
     weight_1,
     weight_2,
     bias_0,  # (outputs_0,), read where BIASED
@@ -50,11 +109,13 @@ def _linears(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BIASED: tl.constexpr,
+    BITS: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
     take_turn(OVERLAP)
     block = tl.program_id(0)
     split = tl.program_id(1)
+    first = tl.program_id(2).to(tl.int64) * BLOCK_M
     second = tl.cdiv(outputs_0, BLOCK_N)
     third = second + tl.cdiv(outputs_1, BLOCK_N)
     weight = weight_0
@@ -76,17 +137,28 @@ def _linears(  # type: ignore[no-untyped-def]
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
-    weights = weight + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * inputs + k[None, :]
-    given = x + m[:, None] * inputs + k[None, :]
+    given = x + first * inputs + m[:, None] * inputs + k[None, :]
+    there = m < rows - first
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if BITS == 16:
+        weights = weight + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * inputs + k[None, :]
     for at in range(split * share, tl.minimum((split + 1) * share, inputs), BLOCK_K):
-        some = tl.load(given + at, m[:, None] < rows, 0.0)  # no row is read twice: all programs would at once
-        total = tl.dot(tl.load(weights + at, eviction_policy="evict_first"), tl.trans(some), total)
-    inside = (n < outputs)[:, None] & (m < rows)[None, :]
+        some = tl.load(given + at, there[:, None], 0.0)  # no row is read twice: all programs would at once
+        if BITS == 16:
+            total = tl.dot(tl.load(weights + at, eviction_policy="evict_first"), tl.trans(some), total)
+        else:
+            unpacked = _unpacked(
+                weight, block * (BLOCK_N // 16), outputs // 16, at // 32, inputs // 32, BITS, BLOCK_N, BLOCK_K,
+                x.dtype.element_ty,
+            )  # fmt: skip
+            total = tl.dot(unpacked, _ordered_inputs(some, BLOCK_M, BLOCK_K), total)
+    if BITS < 16:
+        total = _ordered_outputs(total, BLOCK_N, BLOCK_M)
+    inside = (n < outputs)[:, None] & there[None, :]
     if BIASED:
         total += tl.load(bias + n, n < outputs, 0.0).to(tl.float32)[:, None]
-    at_out = (split * rows + m)[None, :] * outputs + n[:, None]
-    tl.store(out + at_out, total.to(out.dtype.element_ty), inside)
+    to = out + (split * rows + first) * outputs + m[None, :] * outputs + n[:, None]
+    tl.store(to, total.to(out.dtype.element_ty), inside)
 
 
 def linears(
@@ -99,7 +171,7 @@ def linears(
     x
         (1, rows, inputs) of 16-bit numbers; inputs are a multiple of `STEP`.
     weights
-        By layer, (outputs, inputs), contiguous.
+        By layer, (outputs, inputs), contiguous; or all of them packed in as many bits.
     biases
         By layer, (outputs,): all of them or none.
 
@@ -109,7 +181,7 @@ def linears(
         By layer, (1, rows, outputs).
     """
     rows = x.shape[1]
-    if rows > BLOCKS[-1]:
+    if rows > BLOCKS[-1] and not _is_packed(weights[0]):
         return tuple(linear(x, *layer) for layer in zip(weights, biases, strict=True))
     outs = [torch.empty((1, rows, len(weight)), dtype=x.dtype, device=x.device) for weight in weights]
     _multiply(x, weights, biases, outs)
@@ -124,7 +196,7 @@ def linear_add_rms_norm(
     A layer with few outputs is shared out over its inputs, too: the launch that normalises adds up partial sums.
     """
     rows, outputs = x.shape[1], len(layer)
-    if rows > BLOCKS[-1]:
+    if rows > BLOCKS[-1] and not _is_packed(layer):
         return add_rms_norm(other, linear(x, layer), weight, eps)
     splits = min(_MAX_SPLITS, max(1, _limits(x.device)[0] // triton.cdiv(outputs, _block([layer]))))
     kind = x.dtype if splits == 1 else torch.float32
@@ -142,8 +214,14 @@ def _limits(device: torch.device) -> tuple[int, int]:
     return known["multiprocessor_count"], known["max_shared_mem"]
 
 
+def _is_packed(weight: torch.Tensor) -> bool:
+    return weight.dtype == torch.uint8
+
+
 def _block(weights: Sequence[torch.Tensor]) -> int:
     """Outputs of one program."""
+    if _is_packed(weights[0]):
+        return 64
     return 64 if sum(weight.nbytes for weight in weights) >= _LARGE else 16
 
 
@@ -155,18 +233,40 @@ def _multiply(
 ) -> None:
     """Write (splits, rows, outputs) by layer."""
     rows, inputs = x.shape[-2:]
-    splits = len(outs[0])
-    block_m = next(size for size in BLOCKS if rows <= size)
-    block_n, block_k = _block(weights), 128 if inputs % 128 == 0 else STEP
-    stages = min(5 if block_m == 16 else 4, _limits(x.device)[1] // (2 * block_k * (block_m + block_n)))
-    biased = biases[0] is not None
+    splits, biased, packed = len(outs[0]), biases[0] is not None, _is_packed(weights[0])
+    tiles, step = _tiles(rows, inputs, weights, _limits(x.device)[1]), _step(inputs, packed)
     outputs = [len(weight) for weight in weights] + [0] * (LAYERS - len(weights))
-    _linears[(sum(triton.cdiv(n, block_n) for n in outputs), splits)](
-        x.contiguous(), *_all(weights), *_all(biases if biased else weights), *_all(outs), *outputs, rows, inputs,
-        triton.cdiv(inputs // block_k, splits) * block_k,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, BIASED=biased, num_warps=4, num_stages=stages,
-        **overlap(x.device, rows),
+    read = [weight.view(-1).view(torch.int32) for weight in weights] if packed else weights
+    blocks = sum(triton.cdiv(n, tiles["BLOCK_N"]) for n in outputs)
+    _linears[(blocks, splits, triton.cdiv(rows, tiles["BLOCK_M"]))](
+        x.contiguous(), *_all(read), *_all(biases if biased else weights), *_all(outs), *outputs, rows, inputs,
+        triton.cdiv(inputs // step, splits) * step, BIASED=biased, **tiles, **overlap(x.device, rows),
     )  # fmt: skip
+
+
+def _step(inputs: int, packed: bool) -> int:
+    """Inputs that a program multiplies by at once."""
+    return next(size for size in ((STEP, GROUP) if packed else (128, STEP)) if inputs % size == 0)
+
+
+def _tiles(rows: int, inputs: int, weights: Sequence[torch.Tensor], shared: int) -> dict[str, int]:
+    """What a program multiplies at once, and by how many warps; so many bytes of shared memory are there.
+
+    Of packed weights a warp multiplies 32 or 64 outputs by all rows, so that it unpacks what no other warp does.
+    """
+    packed = _is_packed(weights[0])
+    block_n, block_k, bits, warps, stages = _block(weights), _step(inputs, packed), 16, 4, 4
+    block_m = next((size for size in BLOCKS if rows <= size), BLOCKS[-1])
+    if packed:
+        bits, warps = bits_of(weights[0].shape[1], inputs // GROUP), 2
+        if block_m > BLOCKS[0]:  # sums leave registers for few inputs
+            block_m, block_n, block_k = BLOCKS[1], 2 * block_n, GROUP
+    else:
+        stages = min(5 if block_m == BLOCKS[0] else stages, shared // (2 * block_k * (block_m + block_n)))
+    return {
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "BITS": bits, "num_warps": warps,
+        "num_stages": stages,
+    }  # fmt: skip
 
 
 def _all(given: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -37,6 +37,63 @@ assert all(torch.equal(linears(x[:, :n], weight, [None])[0], whole[:, :n]) for n
 print("same")
 """
 
+PACKED = """
+import itertools
+import torch
+import triton.language as tl
+from torch.nn.functional import linear
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from retrieve_spec.kernels.cpu import unpack
+from retrieve_spec.kernels.triton_products import linear_add_rms_norm, linears
+from retrieve_spec.kernels.triton_rows import add_rms_norm
+from retrieve_spec.quantized import pack
+
+def in_order(self, a, b, total, *_):
+    # one input after another, in float32, as the steps of tensor cores are; NumPy has no bfloat16 and its own order
+    a, b = (self.cast_impl(x, tl.float32).data for x in (a, b))
+    total = total.data.copy()
+    for column, row in zip(a.T, b, strict=True):
+        total += column[:, None] * row
+    return TensorHandle(total, tl.float32)
+
+InterpreterBuilder.create_dot = in_order
+torch.manual_seed(0)
+CASES = ((1, 96, (48,)), (7, 64, (32, 16)), (64, 160, (80, 16, 144)), (130, 64, (144,)))
+for kind, close, cases in (
+    (torch.float16, {"atol": 1e-2, "rtol": 2e-3}, CASES),
+    (torch.bfloat16, {"atol": 0.3, "rtol": 2e-2}, CASES[1:3]),  # the interpreter does not round to it
+):
+    for bits, (rows, inputs, outputs) in itertools.product((4, 8), cases):
+        x = torch.randn(1, rows, inputs).to(kind)
+        weights = [pack(torch.randn(n, inputs), bits) for n in outputs]
+        plain = [unpack(weight, inputs).to(kind).float() for weight in weights]
+        biases = [torch.randn(n).to(kind) if rows > 1 else None for n in outputs]
+        for got, weight, bias in zip(linears(x, weights, biases), plain, biases, strict=True):
+            wanted = linear(x.float(), weight, None if bias is None else bias.float())
+            assert got.dtype == kind
+            torch.testing.assert_close(got.float(), wanted, **close)
+        other, norm = torch.randn(1, rows, outputs[0]).to(kind), torch.randn(outputs[0]).to(kind)
+        ours = linear_add_rms_norm(x, weights[0], other, norm, 1e-5)
+        theirs = add_rms_norm(other, linear(x.float(), plain[0]).to(kind), norm, 1e-5)
+        for got, wanted in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(got, wanted, **close)
+
+# weights are what `unpack` gives, to the bit: ones pick them out
+for bits, rows in itertools.product((4, 8), (16, 32)):
+    weight = pack(torch.randn(176, 32), bits)
+    got = linears(torch.eye(32)[None, :rows].half(), [weight], [None])[0][0]
+    assert torch.equal(got, unpack(weight, 32).half().T[:rows])
+
+# a row's sums do not depend on those beside it
+x, weight = torch.randn(1, 65, 256).half(), pack(torch.randn(32, 256), 4)
+other, norm = torch.randn(1, 65, 32).half(), torch.randn(32).half()
+whole = [linears(x, [weight], [None])[0], *linear_add_rms_norm(x, weight, other, norm, 1e-5)]
+for n in (1, 7, 16, 17, 64):
+    few = [linears(x[:, :n], [weight], [None])[0], *linear_add_rms_norm(x[:, :n], weight, other[:, :n], norm, 1e-5)]
+    assert all(torch.equal(some, all[:, :n]) for some, all in zip(few, whole, strict=True)), n
+print("same")
+"""
+
 RECORDED = """
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -84,13 +141,21 @@ for architecture, shared in ((80, 163), (90, 227)):
     for rows, outputs, stages in ((16, 64, 5), (64, 64, 4), (128, 64, 4), (16, 16, 5), (64, 16, 4)):
         out = "bf16" if outputs == 64 else "fp32"
         types = dict.fromkeys(names, "*bf16") | dict.fromkeys(names[-3:], f"*{out}")
-        constants = {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": 128, "BIASED": False}
+        constants = {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": 128, "BIASED": False, "BITS": 16}
         aligned = [*names, "outputs_0", "outputs_1", "outputs_2", "inputs", "share"]
         done = made(_linears, types, constants, architecture, aligned, num_warps=4, num_stages=stages)
         assert done.metadata.shared <= shared << 10, done.metadata.shared
         assert "cp.async.cg.shared.global" in done.asm["ptx"], "weights are read ahead"
         if architecture == 90 and outputs == 64:
             assert "wgmma" in done.asm["ptx"]
+    types |= dict.fromkeys(names[1:4], "*i32")
+    for bits, rows, outputs, inputs in ((4, 16, 64, 64), (8, 16, 64, 64), (4, 64, 128, 32), (8, 64, 128, 32)):
+        constants |= {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": inputs, "BITS": bits}
+        done = made(_linears, types, constants, architecture, aligned, num_warps=2, num_stages=4)
+        assert registers(done) <= 240 and done.metadata.shared <= 32 << 10
+        assert re.search(r"cp.async.cg.shared.global .*, 0x10,", done.asm["ptx"]), "read ahead, 16 bytes at once"
+        assert "mma.sync" in done.asm["ptx"]
+        assert "ttg.local_alloc %" not in done.asm["ttgir"], "what was unpacked stays in registers"
 print("compiled")
 """
 )

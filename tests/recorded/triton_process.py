@@ -93,16 +93,20 @@ def made(kernel, types, constants, architecture, aligned=None, **options):
     source = ASTSource(kernel, types, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
-def compiled(kernel, types, constants, architecture, warps):
-    # the code of a kernel that spills nothing and leaves room for another program beside it
-    done = made(kernel, types, constants, architecture, num_warps=warps)
+def registers(done):
+    # those of a thread of a kernel that spills nothing
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(done.asm["cubin"])
         file.flush()
         told = subprocess.run([DISASSEMBLER, "-res-usage", file.name], capture_output=True, text=True, check=True)
     used = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\\d+)", told.stdout + told.stderr)}
-    assert used["STACK"] == used["LOCAL"] == 0, (kernel, constants, used)
-    assert used["REG"] * warps * 32 <= 65536 / 2, (kernel, constants, used)
+    assert used["STACK"] == used["LOCAL"] == 0, (done.metadata, used)
+    return used["REG"]
+
+def compiled(kernel, types, constants, architecture, warps):
+    # the code of a kernel that spills nothing and leaves room for another program beside it
+    done = made(kernel, types, constants, architecture, num_warps=warps)
+    assert registers(done) * warps * 32 <= 65536 / 2, (kernel, constants)
     assert done.metadata.shared <= 24 * 1024, done.metadata.shared
     return done.asm["ptx"]
 """
