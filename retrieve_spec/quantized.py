@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits on a CPU: a quantiser of Transformers (`retrieve_spec.kernels.cpu`).
+"""Weights of 8 and 4 bits: a quantiser of Transformers (products: `kernels.cpu`, on a GPU `kernels.triton_products`).
 
 Importing this module registers the quantiser with Transformers, so that `AutoModelForCausalLM.from_pretrained` loads
 folders that `save_pretrained` wrote of such models. Activations are bfloat16, and rounded to 8 bits for each product.
@@ -19,7 +19,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from retrieve_spec.errors import UnsupportedModelError, require
-from retrieve_spec.kernels.cpu import CAN_RUN, GROUP, GROUP_BYTES, LANES, packed_product, row_product
+from retrieve_spec.kernels.cpu import CAN_RUN, GROUP, GROUP_BYTES, LANES, packed_product, row_product, unpacked_product
 
 METHOD = "retrieve_spec"
 _LEAST = 1e-7
@@ -149,7 +149,7 @@ def pack(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """
     groups = functional.pad(weight.float(), (0, 0, 0, -len(weight) % LANES)).view(-1, weight.shape[1] // GROUP, GROUP)
     if bits == 8:
-        scale, offset = groups.abs().amax(-1) / 127, torch.zeros(())
+        scale, offset = groups.abs().amax(-1) / 127, groups.new_zeros(())
     else:
         low, high = groups.amin(-1), groups.amax(-1)
         scale, offset = (high - low) / 15, low
@@ -226,6 +226,20 @@ class PackedLinear(nn.Module):
             raise UnsupportedModelError(wanted, got, "Load it without quantize.")
         out = torch.ops.retrieve_spec.packed_product(x, self.weight, self.bias)
         return out if self.out_features % LANES == 0 else out[..., : self.out_features]  # type: ignore[no-any-return]
+
+
+@torch.library.impl("retrieve_spec::packed_product", "cuda")
+def _product_on_gpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if x.element_size() != 2:
+        return unpacked_product(x, weight, bias)
+    try:
+        from retrieve_spec.kernels.triton_products import linears
+    except ImportError as error:
+        wanted, got = "Triton, whose kernels multiply by packed weights on a GPU", str(error)
+        raise UnsupportedModelError(wanted, got, "Install triton, or load the model without quantize.") from error
+    with torch.cuda.device(x.device):
+        out = linears(x.reshape(1, -1, x.shape[-1]), [weight], [bias])[0]
+    return out.view(*x.shape[:-1], len(weight))
 
 
 _BETTER = 1.3

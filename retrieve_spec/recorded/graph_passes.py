@@ -352,26 +352,27 @@ def _fuse_sums(graph: fx.Graph, kernels: Any) -> None:
 
 
 def fuse_linears(graph: fx.Graph, add_rms_norm: Callable[..., Any]) -> None:
-    """Fuse 16-bit linear layers of one input into one launch, also with the normalisation of a sum after them."""
+    """Fuse linear layers of one 16-bit input into one launch, also with the normalisation of a sum after them."""
     from retrieve_spec.kernels import triton_products
 
     for norm in nodes_of(graph):
         if not is_call(norm, add_rms_norm):
             continue
         for layer, other in (norm.args[:2], norm.args[1::-1]):
-            if _is_served(layer, triton_products.STEP) and len(layer.args) == 2 and len(layer.users) == 1:
+            if _is_served(layer, triton_products.STEP) and _bias(layer) is None and len(layer.users) == 1:
                 norm.target = triton_products.linear_add_rms_norm
-                norm.args = (*layer.args, other, *norm.args[2:])
+                norm.args = (*layer.args[:2], other, *norm.args[2:])
                 graph.erase_node(layer)
                 break
-    groups: dict[tuple[Node, bool], list[Node]] = {}
+    groups: dict[tuple[Node, bool, int], list[Node]] = {}
     for layer in nodes_of(graph):
         if _is_served(layer, triton_products.STEP):
-            groups.setdefault((layer.args[0], len(layer.args) == 2), []).append(layer)
-    for (x, _), layers in groups.items():
+            width = int(value(layer.args[1]).shape[1])  # tells formats apart, as inputs are the same
+            groups.setdefault((layer.args[0], _bias(layer) is None, width), []).append(layer)
+    for (x, *_), layers in groups.items():
         for at in range(0, len(layers), triton_products.LAYERS):
             group = layers[at : at + triton_products.LAYERS]
-            weights, biases = ([layer.args[i] if i < len(layer.args) else None for layer in group] for i in (1, 2))
+            weights, biases = [layer.args[1] for layer in group], [_bias(layer) for layer in group]
             with graph.inserting_before(group[0]):
                 _take(graph, graph.call_function(triton_products.linears, (x, weights, biases)), group)
     graph.eliminate_dead_code()
@@ -379,11 +380,19 @@ def fuse_linears(graph: fx.Graph, add_rms_norm: Callable[..., Any]) -> None:
 
 def _is_served(node: Node, step: int) -> bool:
     """Whether a node is a linear layer that `triton_products` takes."""
-    if not is_call(node, aten.linear.default) or node.args[1].op != "placeholder":
+    packed = is_call(node, PACKED_PRODUCT)
+    if not (packed or is_call(node, aten.linear.default)) or node.args[1].op != "placeholder":
         return False
     x, weight = value(node.args[0]), value(node.args[1])
-    plain = isinstance(weight, FakeTensor) and weight.is_contiguous() and weight.dtype.itemsize == 2
-    return plain and x.dtype == weight.dtype and x.ndim == 3 and weight.shape[1] % step == 0
+    if x.dtype.itemsize != 2 or x.ndim != 3:
+        return False
+    plain = isinstance(weight, FakeTensor) and weight.is_contiguous() and weight.dtype == x.dtype
+    return packed or (plain and weight.shape[1] % step == 0)
+
+
+def _bias(layer: Node) -> Node | None:
+    """Return the bias of a linear layer; None where it has none."""
+    return layer.args[2] if len(layer.args) > 2 else None
 
 
 def _pair_rotary(graph: fx.Graph, kernels: Any) -> None:

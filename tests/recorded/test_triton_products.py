@@ -37,16 +37,9 @@ assert all(torch.equal(linears(x[:, :n], weight, [None])[0], whole[:, :n]) for n
 print("same")
 """
 
-PACKED = """
-import itertools
-import torch
+IN_ORDER = """
 import triton.language as tl
-from torch.nn.functional import linear
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-from retrieve_spec.kernels.cpu import unpack
-from retrieve_spec.kernels.triton_products import linear_add_rms_norm, linears
-from retrieve_spec.kernels.triton_rows import add_rms_norm
-from retrieve_spec.quantized import pack
 
 def in_order(self, a, b, total, *_):
     # one input after another, in float32, as the steps of tensor cores are; NumPy has no bfloat16 and its own order
@@ -57,6 +50,20 @@ def in_order(self, a, b, total, *_):
     return TensorHandle(total, tl.float32)
 
 InterpreterBuilder.create_dot = in_order
+"""
+"""The interpreter's products as a GPU's."""
+
+PACKED = (
+    IN_ORDER
+    + """
+import itertools
+import torch
+from torch.nn.functional import linear
+from retrieve_spec.kernels.cpu import unpack
+from retrieve_spec.kernels.triton_products import linear_add_rms_norm, linears
+from retrieve_spec.kernels.triton_rows import add_rms_norm
+from retrieve_spec.quantized import pack
+
 torch.manual_seed(0)
 CASES = ((1, 96, (48,)), (7, 64, (32, 16)), (64, 160, (80, 16, 144)), (130, 64, (144,)))
 for kind, close, cases in (
@@ -93,6 +100,7 @@ for n in (1, 7, 16, 17, 64):
     assert all(torch.equal(some, all[:, :n]) for some, all in zip(few, whole, strict=True)), n
 print("same")
 """
+)
 
 RECORDED = """
 import torch
@@ -131,6 +139,55 @@ for family, bias in (("qwen2", True), ("qwen3", False)):
 print("same")
 """
 
+PACKED_PASSES = (
+    IN_ORDER
+    + """
+import copy
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from retrieve_spec.attention import TreeMask, attend_split
+from retrieve_spec.kernels import triton_products as products, triton_rows as kernels
+from retrieve_spec.kernels.cpu import unpack
+from retrieve_spec.quantized import WeightOnlyConfig, pack_model
+from retrieve_spec.recorded.recorded_pass import RecordedPass
+
+torch.manual_seed(0)
+for family, bits in (("llama", 4), ("qwen2", 8)):
+    config = AutoConfig.for_model(
+        family, vocab_size=99, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, initializer_range=0.2,
+    )
+    model = AutoModelForCausalLM.from_config(config).bfloat16().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    plain = copy.deepcopy(model)
+    pack_model(model, WeightOnlyConfig(bits))
+    for name, parameter in plain.named_parameters():
+        if (packed := model.get_parameter(name)).dtype == torch.uint8:
+            parameter.data = unpack(packed, parameter.shape[1])[: len(parameter)].bfloat16()
+    ids, positions, outs = torch.arange(3, 14)[None], torch.arange(11)[None], []
+    for each in (plain, model):
+        recorded = RecordedPass(each, 2, row_kernels=kernels)
+        mask = TreeMask(recorded.groups, torch.bfloat16, torch.device("cpu"))
+        mask.set(0, torch.ones(11, 11).tril().bool().numpy(), positions[0].numpy())
+
+        def attend(query, keys, values, layer):
+            packed = query.reshape(1, 2, 22, 16)
+            return attend_split(packed, keys, values, mask, recorded.rules[layer]).reshape(1, 4, 11, 16).transpose(1, 2)
+
+        outs.append(recorded.run(ids, positions, attend)[0].float())
+        called = [node.target for node in recorded._compiled.run.__self__.graph.nodes if node.op == "call_function"]
+    assert outs[0].shape == outs[1].shape == (1, 11, 99)
+    assert torch.equal(*(out.argmax(-1) for out in outs)), "the same text"
+    assert (outs[0] - outs[1]).abs().max() <= 0.1 * outs[0].std()
+    # by layer: queries with keys and values, gates with what they open, two whose sums are normalised; and the head
+    assert called.count(products.linears) == 5 and called.count(products.linear_add_rms_norm) == 4, family
+    assert torch.ops.retrieve_spec.packed_product.default not in called
+print("same")
+"""
+)
+
 COMPILED = (
     COMPILER
     + """
@@ -161,7 +218,9 @@ print("compiled")
 )
 
 
-@pytest.mark.parametrize("script", [AGREES, RECORDED], ids=["products", "passes"])
+@pytest.mark.parametrize(
+    "script", [AGREES, PACKED, RECORDED, PACKED_PASSES], ids=["products", "packed products", "passes", "packed passes"]
+)
 def test_products_agree_with_torch(interpret: Interpret, script: str) -> None:
     assert interpret(script) == "same"
 

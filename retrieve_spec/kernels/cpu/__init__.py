@@ -20,6 +20,7 @@ from retrieve_spec.kernels.cpu.row_programs import (
     packed_product,
     row_product,
     serves,
+    unpacked_product,
 )
 from retrieve_spec.kernels.cpu.vector_code import GROUP, GROUP_BYTES, LANES, UNPACKED
 
@@ -42,6 +43,7 @@ __all__ = [
     "row_product",
     "serves",
     "unpack",
+    "unpacked_product",
 ]
 
 drop_stale_kernels(layer_rows.rms_norm)

@@ -466,6 +466,12 @@ def packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return _product(x, weight, bias, bits_of(weight.shape[1], x.shape[-1] // GROUP))
 
 
+def unpacked_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Product of (…, k) rows of any format, on any device, with a packed weight that is unpacked to it."""
+    bias = None if bias is None else bias.to(x.dtype)
+    return functional.linear(x, unpack(weight, x.shape[-1]).to(x.dtype), bias)
+
+
 def row_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Product of (…, k) rows with a weight (n, k) of their format that programs serve, and (n,) added."""
     return _product(x, weight, bias, UNPACKED)
@@ -494,8 +500,7 @@ torch.library.define("retrieve_spec::packed_product", "(Tensor x, Tensor weight,
 def _packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if x.dtype == torch.bfloat16 and CAN_RUN:
         return packed_product(x, weight, bias)
-    bias = None if bias is None else bias.to(x.dtype)
-    return functional.linear(x, unpack(weight, x.shape[-1]).to(x.dtype), bias)
+    return unpacked_product(x, weight, bias)
 
 
 @torch.library.register_fake("retrieve_spec::packed_product")
