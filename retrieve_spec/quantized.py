@@ -228,8 +228,14 @@ class PackedLinear(nn.Module):
         return out if self.out_features % LANES == 0 else out[..., : self.out_features]  # type: ignore[no-any-return]
 
 
-@torch.library.impl("retrieve_spec::packed_product", "cuda")
-def _product_on_gpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def product_on_gpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Product of (…, k) rows with a packed weight, both on a GPU; of rows in 16 bits by a Triton kernel.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Triton is missing.
+    """
     if x.element_size() != 2:
         return unpacked_product(x, weight, bias)
     try:
@@ -242,6 +248,7 @@ def _product_on_gpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     return out.view(*x.shape[:-1], len(weight))
 
 
+torch.library.impl("retrieve_spec::packed_product", "cuda", product_on_gpu)
 _BETTER = 1.3
 """The least speed-up at which another format is recommended."""
 

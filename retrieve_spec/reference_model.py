@@ -64,8 +64,8 @@ def load_model(
     device
         `"auto"` (the first GPU, else the CPU) or a torch device string.
     quantize
-        `"int8"` or `"int4"` packs the weights for a CPU (`retrieve_spec.quantized`), once: the folder is kept in the
-        cache. Activations are bfloat16 then. None leaves weights as they are.
+        `"int8"` or `"int4"` packs the weights (`retrieve_spec.quantized`), once: the folder is kept in the cache, for
+        CPUs and CUDA GPUs. Activations are bfloat16 then. None leaves weights as they are.
 
     Raises
     ------
@@ -85,19 +85,21 @@ def load_model(
     if quantize is not None:
         require(quantize in QUANTISED, "weights in int8 or int4", quantize, "Leave quantize out for neither.")
         require(dtype in ("auto", "bfloat16"), "dtype 'auto' or 'bfloat16' with quantize", dtype, "Leave it at 'auto'.")
-        require(target.type == "cpu", "the CPU, for which weights are packed", str(target), "Give device='cpu'.")
+        serves = target.type in ("cpu", "cuda")
+        require(serves, "a CPU or a CUDA GPU, which multiply by packed weights", str(target), "Give device='cpu'.")
     import retrieve_spec.quantized  # noqa: F401  # folders of packed models are known by it
 
     if quantize is not None and (file := _gguf_file(name)) is not None:
         with _explained(name):
-            return _packed_gguf(file, quantize)
-    source, options = _locate(name)
-    config, tokenizer = _config_and_tokenizer(name, source, options)
-    with _explained(name):
-        if quantize is None:
-            model = with_all_weights(source, name, config=config, dtype=wanted, **options)
-        else:
-            model = _quantised(source, config, options, quantize)
+            model, tokenizer = _packed_gguf(file, quantize)
+    else:
+        source, options = _locate(name)
+        config, tokenizer = _config_and_tokenizer(name, source, options)
+        with _explained(name):
+            if quantize is None:
+                model = with_all_weights(source, name, config=config, dtype=wanted, **options)
+            else:
+                model = _quantised(source, config, options, quantize)
     with torch.no_grad():
         model.to(target)
     model.eval()

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from retrieve_spec import quantized
 from retrieve_spec.attention import TreeMask, attend
 from retrieve_spec.kernels.attention_inputs import LayerRule, PackedTexts
 
@@ -143,6 +144,8 @@ class _Api(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.device or getattr(func, "__name__", "") == "_parse_to":
             return func(*args, **kwargs)
+        if str(func).startswith("retrieve_spec.packed_product") and isinstance(args[0], CudaTensor):
+            return quantized.product_on_gpu(*args, **kwargs)  # what is registered for a GPU
         pinned = kwargs.pop("pin_memory", False)
         index = next((i for i in map(self._index, (*args, *kwargs.values())) if i is not None), None)
         if index is None:
