@@ -15,13 +15,53 @@ from typing import Any, ParamSpec, TypeVar
 
 from numba import config, njit
 from numba.core import event
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 from numba.core.registry import cpu_target
 
 from retrieve_spec.config import temporary_dir
 
 logger = logging.getLogger(__name__)
+
+
+class _LinkedCode(JITCodeLibrary):  # type: ignore[misc]
+    """LLVM's code of a kernel that only kernels call.
+
+    By default Numba optimises the code of every kernel with that of all it calls, and makes machine code of it: a deep
+    tree of calls is optimised once per level. This code is linked into that of its callers as it is, and is optimised
+    and made into machine code with that of a kernel that Python calls.
+    """
+
+    def add_llvm_module(self, ll_module: Any) -> None:
+        """Take in the kernel's own code."""
+        ll_module.data_layout = self._codegen._data_layout
+        self._final_module.link_in(ll_module)
+
+    def finalize(self) -> None:
+        """Take in the code of all it calls."""
+        for library in dict.fromkeys(self._linking_libraries):
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        self._finalized = True
+
+    @property
+    def codegen(self) -> Any:
+        """Who is told of the kernel's environment, which only machine code has."""
+        return self
+
+    def set_env(self, env_name: str, env: Any) -> None:
+        """Need no environment."""
+
+
+class _LinkedCompiler(Compiler):  # type: ignore[misc]
+    """Numba's compiler, for kernels that only kernels call."""
+
+    def __init__(self, typing_context: Any, target_context: Any, library: Any, *rest: Any) -> None:
+        library = _LinkedCode(target_context.codegen(), "linked")  # type: ignore[no-untyped-call]
+        super().__init__(typing_context, target_context, library, *rest)  # type: ignore[no-untyped-call]
+
+
 _DOOR: dict[str, Any] = {"cache": True, "nogil": True, "no_cfunc_wrapper": True, "_nrt": False}
-_INNER: dict[str, Any] = {"nogil": True, "no_cfunc_wrapper": True, "no_cpython_wrapper": True, "_nrt": False}
+_INNER: dict[str, Any] = _DOOR | {"cache": False, "no_cpython_wrapper": True, "pipeline_class": _LinkedCompiler}
 _MAKING: dict[str, Any] = {"_nrt": True}
 door = njit(**_DOOR)
 """Decorator of a kernel that Python calls, and other kernels may. It has no door for C: a twentieth of the work. It
@@ -30,8 +70,8 @@ few microseconds. Whoever calls it holds its arrays."""
 making_door = njit(**_DOOR | _MAKING)
 """The same of a kernel that makes or returns arrays, or calls one that returns new ones."""
 inner = njit(**_INNER)
-"""Decorator of a kernel that only kernels call: it becomes part of each of them and has no door for Python, which is
-more than half of the work of compiling a small one. It makes no array and returns none."""
+"""Decorator of a kernel that only kernels call: its code becomes part of theirs, and it has no door for Python. That
+saves most of the work of compiling a small one. It makes no array and returns none."""
 making = njit(**_INNER | _MAKING)
 """The same of a kernel that makes or returns arrays."""
 part = njit(nogil=True, inline="always")

@@ -16,6 +16,7 @@ from retrieve_spec.kernels.compiled_code import (
     compiles,
     compiling_logged,
     drop_stale,
+    inner,
     told_of_compiling,
 )
 from retrieve_spec.kernels.cpu import layer_rows
@@ -57,6 +58,15 @@ def test_a_kernel_is_compiled_again_when_one_it_calls_has_changed(tmp_path: Path
 
 
 @pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="nothing is compiled")
+def test_what_only_kernels_call_is_optimised_with_its_callers_alone() -> None:
+    leaf = inner(lambda x: x + 1)
+    middle = inner(lambda x: leaf(x) * 2)
+    outer = numba.njit(lambda x: middle(x) - leaf(x))
+    assert [outer(x) for x in range(3)] == [1, 2, 3]
+    assert "call" in middle.inspect_llvm(middle.signatures[0]), "nothing is inlined before that"
+
+
+@pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="nothing is compiled")
 def test_the_code_of_a_kernel_lies_where_it_is_looked_for() -> None:
     for kernel in (layer_rows.gate_row, step.propose):
         assert compiled_code.code_folder(kernel.py_func) == Path(kernel.stats.cache_path)
@@ -75,10 +85,10 @@ def test_only_older_code_is_dropped(tmp_path: Path) -> None:
 def test_compiling_is_logged_and_told_of_kernel_by_kernel(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = numba.njit(lambda x: x + 1)
-    outer = numba.njit(lambda x: inner(x) * 2)
+    called = numba.njit(lambda x: x + 1)
+    outer = numba.njit(lambda x: called(x) * 2)
     of_somebody_else = numba.njit(lambda x: x)
-    for kernel, name in ((inner, "inner"), (outer, "outer")):
+    for kernel, name in ((called, "called"), (outer, "outer")):
         kernel.py_func.__module__, kernel.py_func.__name__ = "retrieve_spec.kernels.made_up", name
     told: list[str] = []
     with caplog.at_level(logging.WARNING), told_of_compiling(told.append), compiling_logged():
@@ -90,11 +100,11 @@ def test_compiling_is_logged_and_told_of_kernel_by_kernel(
         monkeypatch.setattr(compiled_code, "TOLD_EVERY_S", 0.0)
         with compiling_logged():
             assert outer(1.0) == 4.0
-    assert told == ["made_up.outer", "made_up.inner"] * 2
+    assert told == ["made_up.outer", "made_up.called"] * 2
     assert [record.message for record in caplog.records[1:]] == [
         f"compiling the kernels: {count} so far, now {name}" for count, name in ((3, told[0]), (4, told[1]))
     ]
-    inner(1j)
+    called(1j)
     assert len(told) == 4, "told only of what is compiled in the block"
 
 
