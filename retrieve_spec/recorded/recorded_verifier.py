@@ -15,7 +15,7 @@ from retrieve_spec.attention import TreeMask, attend, attend_by_rows, row_depths
 from retrieve_spec.config import PASS
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
-from retrieve_spec.kernels.cpu import RowTexts, is_fast_for_many
+from retrieve_spec.kernels.cpu import RowTexts, attends_fast_for_many
 from retrieve_spec.recorded.kv_buffer import KVBuffer, cache_windows
 from retrieve_spec.recorded.model_state import ModelState
 from retrieve_spec.recorded.packed_pass import EXACT_ROWS, LaidOut, PackedPass, PassGraphs, packs, shape_of
@@ -417,7 +417,7 @@ def run_pass(
     if (
         recorded.attends_rows
         and (
-            is_fast_for_many(recorded.row_dtype)
+            attends_fast_for_many(recorded.row_dtype)
             or rows <= _FEW_ROWS * len(laid)
             or recorded.exact
             or any(text.drafts for text in laid)

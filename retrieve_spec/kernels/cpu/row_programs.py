@@ -478,7 +478,12 @@ def row_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def is_fast_for_many(dtype: torch.dtype) -> bool:
-    """Whether programs multiply many rows of a format, as those of prompts, as fast as torch does.
+    """Whether programs multiply many rows of a format, as those of prompts, as fast as torch does."""
+    return _HAS_AMX or attends_fast_for_many(dtype)
+
+
+def attends_fast_for_many(dtype: torch.dtype) -> bool:
+    """Whether the attention of programs is as fast as torch's for many rows of a format.
 
     Torch puts matrices of bfloat16 together for the instructions that some CPUs have for these.
     """
