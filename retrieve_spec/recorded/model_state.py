@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.modules import module as torch_wide
 
 _FOLLOWED = ("_modules", "_forward_hooks", "_forward_pre_hooks")
-"""Attributes of every module in which torch keeps what it runs."""
+"""Attributes of every module in which torch keeps what it runs; a scripted module has them elsewhere than in `vars`."""
 _UNREAD = frozenset({*vars(nn.Module()), "generate"})
 """Attributes that are not compared as values: torch's, which are compared by identity, and those that `accelerate`
 replaces.
@@ -117,7 +117,7 @@ class ModelState:
             own = vars(module)
             if id(module) not in partly:
                 yield own
-            yield from (own[name] for name in (*_FOLLOWED, "_parameters", "_buffers"))
+            yield from (getattr(module, name) for name in (*_FOLLOWED, "_parameters", "_buffers"))
             config = own.get("config")
             configs[id(config)] = getattr(config, "__dict__", {})
         yield from configs.values()
@@ -135,7 +135,8 @@ class ModelState:
         for number, module in enumerate(modules):
             own, cls = vars(module), type(module)
             attention = getattr(own.get("config"), "_attn_implementation", None)
-            now.parts.extend((cls, own["training"], own.get("forward"), attention, *(own[name] for name in _FOLLOWED)))
+            now.parts.extend((cls, module.training, own.get("forward"), attention))
+            now.parts.extend(getattr(module, name) for name in _FOLLOWED)
             for name, value in self._attributes_of(module).items():
                 if name in _UNREAD:
                     continue
@@ -145,7 +146,7 @@ class ModelState:
                     now.values[number, name] = _comparable(value)
                     if isinstance(value, _LISTS):
                         now.lists.append(value)
-            for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if (cls, name) not in self._unfollowed:
                     now.tensors[number, name] = tensor
         return now

@@ -57,6 +57,15 @@ class Halved(nn.Module):
         return weight * 0.5
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(48))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x) * self.scale
+
+
 class Negated(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return -super().forward(x)
@@ -437,3 +446,24 @@ def test_restore_gives_back_memory() -> None:
     rs.restore(model)
     gc.collect()
     assert _live_bytes() <= before
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(torch.jit.script, id="scripted"),
+        pytest.param(lambda module: torch.jit.trace(module, torch.ones(1, 3, 48)), id="traced"),
+        pytest.param(partial(torch.compile, backend="eager"), id="compiled"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_module_that_torch_has_compiled_is_followed(made: Callable[[nn.Module], Any]) -> None:
+    model = build("llama")
+    model.model.layers[1].mlp.act_fn = made(Scaled().eval())
+    accelerate(model)
+    before = model.generate(ids(20), **OPTIONS)
+    assert torch.equal(before, says(model))
+    with torch.no_grad():
+        model.model.layers[1].mlp.act_fn.scale.mul_(-9.0)
+    after = model.generate(ids(20), **OPTIONS)
+    assert torch.equal(after, says(model)) and not torch.equal(after, before)
