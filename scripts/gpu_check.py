@@ -1,6 +1,6 @@
 """GPU check: what a user gets on one GPU, as shipped: no private switch, nothing captured or compiled before.
 
-    python scripts/gpu_check.py [--model FOLDER] [--trace FILE] [--seconds 300] [--out FILE]
+    python scripts/gpu_check.py [--model FOLDER] [--trace FILE] [--seconds 450] [--out FILE]
 
 kernels
     The kernels of rows against torch, bit for bit, attention over several texts, and how fast memory is.
@@ -18,6 +18,10 @@ chat
     A Llama shape of 8 B parameters with random weights that is made to give recorded answers (`--trace`: JSON lines
     with `prompt` and `output` as token ids; by default the library's source): tokens per second, what a pass costs by
     drafted nodes and context, next to the time that reading the weights takes.
+packed
+    Weights of 4 and 8 bits: products of 1 to 512 rows next to those of unpacked weights and to the time that reading
+    the weights takes; the chat model in both formats, greedy, sampled and with drafting off; the 8 B shape in 4 bits as
+    above; and the most memory that each took.
 
 Figures are printed as they come, and written to `--out` as one JSON object. `--dry-run` runs all of it with tiny models
 on a CPU; its figures then mean nothing.
@@ -51,6 +55,9 @@ import retrieve_spec as rs
 from retrieve_spec.bench.runner import parting
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine.report import GenerationReport
+from retrieve_spec.kernels.cpu import unpack
+from retrieve_spec.quantized import WeightOnlyConfig, pack
+from retrieve_spec.reference_model import QUANTISED
 from retrieve_spec.sampling.acceptance import RandomSampler, RowText, Warpers, packing, read_logits, read_packed
 from retrieve_spec.sampling.samplers import DeviceSampler, draw, draws_alike
 from retrieve_spec.verify.verifier import VerifierInputs
@@ -106,6 +113,14 @@ class Check:
             torch.cuda.synchronize()
         return time.perf_counter()
 
+    def most_memory(self) -> int:
+        """Bytes on the device at most, since this was last asked."""
+        if self.dry:
+            return 0
+        found = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return found
+
     def milliseconds(self, run: Callable[[], Any]) -> float:
         """Of the device, for a call that is repeated."""
         if self.dry:
@@ -144,6 +159,27 @@ def kernels(check: Check) -> dict[str, Any]:
     block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(block)
     found["bytes_per_s"] = 2 * block.nbytes / do_bench(lambda: target.copy_(block)) * 1e3
+    return found
+
+
+def packed_product(check: Check, bits: int) -> dict[str, Any]:
+    """By rows, how far products with a packed weight are from those with an unpacked one, and what both take."""
+    from retrieve_spec.kernels.triton_products import linears
+
+    kind = torch.float16 if check.dry else torch.bfloat16  # Triton's interpreter cannot multiply bfloat16
+    outputs, inputs = (48, 96) if check.dry else (28672, 4096)
+    torch.manual_seed(0)
+    weight = pack(torch.randn(outputs, inputs, device=check.device), bits)
+    plain, found = unpack(weight, inputs).to(kind), dict[str, Any]({"weight_bytes": weight.nbytes})
+    for rows in (1, 17) if check.dry else (1, 8, 16, 17, 64, 512):
+        x = torch.randn(1, rows, inputs, device=check.device, dtype=kind)
+        wanted = functional.linear(x.float(), plain.float())
+        off = (linears(x, [weight], [None])[0] - wanted).pow(2).mean().sqrt() / wanted.std()
+        found[str(rows)] = {
+            "off": round(float(off), 5),
+            "ms": check.milliseconds(lambda x=x: linears(x, [weight], [None])),
+            "unpacked_ms": check.milliseconds(lambda x=x: functional.linear(x, plain)),
+        }
     return found
 
 
@@ -233,14 +269,16 @@ def accelerated(model: Any, **options: Any) -> dict[str, Any]:
 
 
 class Chat:
-    """A chat model on prompts."""
+    """A chat model on prompts, its weights packed in so many bits."""
 
-    def __init__(self, check: Check) -> None:
+    def __init__(self, check: Check, bits: int = 16) -> None:
         self.check = check
         folder = check.options.model
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        dtype = torch.float32 if check.dry else torch.bfloat16
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(check.device).eval()
+        options: dict[str, Any] = {"dtype": torch.float32 if check.dry else torch.bfloat16}
+        if bits < 16:
+            options = {"quantization_config": WeightOnlyConfig(bits)}
+        self.model = AutoModelForCausalLM.from_pretrained(folder, **options).to(check.device).eval()
 
     def call(self, prompts: list[str], new: int, **options: Any) -> tuple[float, list[list[int]]]:
         """Seconds, and the new tokens of each answer."""
@@ -341,13 +379,31 @@ def chat(check: Check) -> None:
     check.part("chat float32", single, least=20.0)
 
 
-def shape(check: Check, size: str) -> None:
-    """All that is measured of a model of random weights."""
-    model = build(size, 4096, check.device, "float32" if check.dry else "bfloat16")
+def packed_chat(check: Check, bits: int) -> dict[str, Any]:
+    """A chat model with packed weights: its speed, whether drafts change its greedy text, and its memory."""
+    subject = Chat(check, bits)
+    check.most_memory()
+    found: dict[str, Any] = {"accelerate": accelerated(subject.model, tokenizer=subject.tokenizer)}
+    prompts, new = [[prompt] for prompt in PROMPTS[: 2 if check.dry else 6]], 12 if check.dry else 0
+    subject.call(["Say hello."], new or 24, do_sample=False)
+    greedy, said = subject.measure(prompts, new, do_sample=False)
+    off, alone = subject.measure(prompts, new, draft="off", do_sample=False)
+    sampled, _ = subject.measure(prompts, new, **SAMPLED)
+    same = sum(map(list.__eq__, said, alone))
+    return found | {
+        "greedy": greedy, "off": off, "sampled": sampled, "same": same, "most_memory": check.most_memory(),
+    }  # fmt: skip
+
+
+def shape(check: Check, size: str, weights: str) -> None:
+    """All that is measured of a model of random weights in one format."""
+    model = build(size, 4096, check.device, weights)
+    check.most_memory()
+    name = f"{size} {weights}" if weights in QUANTISED else size
     vocab = model.config.vocab_size
-    weights = sum(parameter.nbytes for parameter in model.parameters())
+    size_of = {"weight_bytes": sum(parameter.nbytes for parameter in model.parameters())}
     recorded = "always" if check.dry else "auto"
-    check.part(f"{size} accelerate", lambda: accelerated(model, recorded_pass=recorded) | {"weight_bytes": weights})
+    check.part(f"{name} accelerate", lambda: accelerated(model, recorded_pass=recorded) | size_of)
     make = model.speculation._make_verifier
     answers = recorded_answers(check, vocab)
 
@@ -360,21 +416,24 @@ def shape(check: Check, size: str) -> None:
             "same": warm.same and all(told.same for told in given),
             "first_token_ms": [round(told.first * 1e3, 1) for told in given],
             "prompts": [answer.prompt.shape[1] for answer in answers],
+            "most_memory": check.most_memory(),
         }
 
-    check.part(f"{size} recorded answers", decode)
+    check.part(f"{name} recorded answers", decode)
     model.speculation._make_verifier = make
     for context in (64,) if check.dry else (512, 4000):
-        check.part(f"{size} pass at {context}", lambda context=context: curve(check, make, model, context))
+        check.part(f"{name} pass at {context}", lambda context=context: curve(check, make, model, context))
     rs.restore(model)
+    if weights in QUANTISED:
+        return
 
     def plain() -> dict[str, Any]:
         short = [Answer("", a.prompt, a.trace[: a.prompt.shape[1] + 24]) for a in answers[:2]]
         given = [by_transformers(model, answer, check.clock) for answer in short]
         return {"tokens_per_s": round(48 / sum(told.seconds for told in given), 1)}
 
-    for name in ("plain, first", "plain"):
-        check.part(f"{size} {name}", plain)
+    for kind in ("plain, first", "plain"):
+        check.part(f"{name} {kind}", plain)
 
 
 def curve(check: Check, make: Callable[[], Any], model: Any, context: int) -> dict[str, float]:
@@ -420,12 +479,13 @@ def recorded_answers(check: Check, vocab: int) -> list[Answer]:
 def main() -> None:
     """Run the sections, and print one JSON object last."""
     places = {"model": "", "trace": "", "out": "", "only": [""]}
-    options = arguments(__doc__, **places, seconds=300.0, dry_run=False)
+    options = arguments(__doc__, **places, seconds=450.0, dry_run=False)
     if options.dry_run and "TRITON_INTERPRET" not in os.environ:  # Triton reads it when torch imports it
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "TRITON_INTERPRET": "1"})
     torch.set_grad_enabled(False)
     check = Check(options)
-    wanted = options.only if any(options.only) else ["kernels", "choice", "families", "chat", "8b"]
+    wanted = options.only if any(options.only) else ["kernels", "choice", "families", "chat", "8b", "packed"]
+    size = "tiny" if check.dry else "8b"
     if "kernels" in wanted and not check.dry:
         check.part("kernels", lambda: kernels(check))
     if "choice" in wanted:
@@ -439,7 +499,13 @@ def main() -> None:
     if "chat" in wanted and options.model:
         chat(check)
     if "8b" in wanted:
-        shape(check, "tiny" if check.dry else "8b")
+        shape(check, size, "float32" if check.dry else "bfloat16")
+    if "packed" in wanted:
+        for bits in (4, 8):
+            check.part(f"products of {bits} bits", partial(packed_product, check, bits))
+        for bits in (4, 8) if options.model else ():
+            check.part(f"chat in {bits} bits", partial(packed_chat, check, bits), least=20.0)
+        shape(check, size, "int4")
     print(json.dumps(check.found))
 
 
