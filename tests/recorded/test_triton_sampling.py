@@ -113,7 +113,7 @@ for key in (0, 1, 2**63, 2**64 - 1, 0x123456789ABCDEF0):
     assert out.tolist() == [int(sampling.noise_bits(np.uint64(key), i * 700)) for i in range(512)]
 
 logits = torch.tensor([2.0, 1.5, 1.5, 0.0, -1.0, 0.7, -3.0, 1.9])
-for own, left, draws in ((Warpers(0.8), 8, 200), (Warpers(1.3, 3, min_p=0.1), 4, 100), (Warpers(top_p=0.8), 4, 75)):
+for own, left, draws in ((Warpers(0.8), 8, 80), (Warpers(1.3, 3, min_p=0.1), 4, 40), (Warpers(top_p=0.8), 4, 40)):
     rules = np.concatenate([DeviceSampler(RandomSampler(own, 9)).rules(TEXT, DraftTree())] * draws)
     rules["key"] = [sampling.noise_key(9, 0, position) for position in range(draws)]
     tokens = draw(logits.expand(draws, 8), rules).numpy()
