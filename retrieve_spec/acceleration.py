@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import subprocess
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from retrieve_spec.config import AUTO, OFF, SpeculationConfig
 from retrieve_spec.datastore.store import read_ahead
 from retrieve_spec.drafting.drafter import Drafter, Layer, Preparable, UsesBigrams
+from retrieve_spec.drafting.first_start import compiled_beside
 from retrieve_spec.engine.budget import PassThreads, using
 from retrieve_spec.engine.first_passes import measure_passes, read_bigrams
 from retrieve_spec.engine.speculation import Speculation, check_stores, open_store
@@ -140,11 +142,12 @@ def prepare(
     read_ahead(stores)
     check_stores(model, known, config, stores)
     threads = PassThreads.of_torch() if input_device(model).type == "cpu" else None
-    with using(threads):
+    drafts_alone = drafter is None and config.draft == AUTO and not stores
+    with using(threads), compiled_beside() if drafts_alone else contextlib.nullcontext() as compiling:
         passes = VerifierFactory(model, config, _layer_of(drafter, config, stores), _find_mode)
         speculation = Speculation(model, config, passes, tokenizer, stores, drafter)
         speculation.engine.threads = threads
-        _prepare_drafter(speculation)
+        _prepare_drafter(speculation, compiling)
         model.speculation = speculation
         if reason := why_delegated(model, speculation.interface):
             speculation.mode, speculation.reason = "delegated", reason
@@ -162,14 +165,16 @@ def _layer_of(drafter: Drafter | None, config: SpeculationConfig, stores: list[A
     return own or getattr(drafter, "wants_hidden", None) or "last"
 
 
-def _prepare_drafter(speculation: Speculation) -> None:
-    """Read the model's bigrams, and get the drafter ready."""
+def _prepare_drafter(speculation: Speculation, compiling: subprocess.Popen[bytes] | None) -> None:
+    """Read the model's bigrams, and get the drafter ready, whose kernels another process may be compiling."""
     drafters = speculation.drafters
     if _reads_bigrams(speculation):
         drafters.bigrams = read_bigrams(speculation)
         if isinstance(drafters.given, UsesBigrams):
             drafters.given.use_bigrams(drafters.bigrams)
     first = speculation.drafter()  # an unknown preset or a missing source is an error now, not at the first call
+    if compiling is not None:
+        compiling.wait()
     if isinstance(first, Preparable):
         first.prepare()
 
