@@ -191,6 +191,7 @@ print("same")
 COMPILED = (
     COMPILER
     + """
+import itertools
 from retrieve_spec.kernels.triton_products import _linears
 
 names = ["x"] + [f"{name}_{i}" for name in ("weight", "bias", "out") for i in range(3)]
@@ -205,14 +206,15 @@ for architecture, shared in ((80, 163), (90, 227)):
         assert "cp.async.cg.shared.global" in done.asm["ptx"], "weights are read ahead"
         if architecture == 90 and outputs == 64:
             assert "wgmma" in done.asm["ptx"]
-    types |= dict.fromkeys(names[1:4], "*i32")
-    for bits, rows, outputs, inputs in ((4, 16, 64, 64), (8, 16, 64, 64), (4, 64, 128, 32), (8, 64, 128, 32)):
-        constants |= {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": inputs, "BITS": bits}
-        done = made(_linears, types, constants, architecture, aligned, num_warps=2, num_stages=4)
-        assert registers(done) <= 240 and done.metadata.shared <= 32 << 10
-        assert re.search(r"cp.async.cg.shared.global .*, 0x10,", done.asm["ptx"]), "read ahead, 16 bytes at once"
-        assert "mma.sync" in done.asm["ptx"]
-        assert "ttg.local_alloc %" not in done.asm["ttgir"], "what was unpacked stays in registers"
+types |= dict.fromkeys(names[1:4], "*i32")
+packed = itertools.product((80, 89, 90), (4, 8), ((16, 64, 64), (64, 128, 32)))
+for architecture, bits, (rows, outputs, inputs) in packed:
+    constants = {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": inputs, "BIASED": False, "BITS": bits}
+    done = made(_linears, types, constants, architecture, aligned, num_warps=2, num_stages=4)
+    assert registers(done) <= 240 and done.metadata.shared <= 32 << 10
+    assert re.search(r"cp.async.cg.shared.global .*, 0x10,", done.asm["ptx"]), "read ahead, 16 bytes at once"
+    assert "mma.sync" in done.asm["ptx"]
+    assert "ttg.local_alloc %" not in done.asm["ttgir"], "what was unpacked stays in registers"
 print("compiled")
 """
 )
