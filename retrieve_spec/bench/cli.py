@@ -46,8 +46,8 @@ def parse_methods(ctx: click.Context, param: click.Parameter, value: str) -> lis
     default="plain,prompt-lookup,off,auto",
     show_default=True,
     metavar="A,B,…",
-    help="plain and prompt-lookup[:K] are transformers' own; off, auto and presets, each also with :NODES, are ours;"
-    " auto~SOURCE is auto without a source, ours/prompt-lookup the preset.",
+    help="plain and prompt-lookup[:K] are transformers' own; off, auto and presets (the last two also with :NODES) are"
+    " ours; auto~SOURCE is auto without a source, ours/prompt-lookup the preset.",
 )
 @click.option("--store", "stores", multiple=True, metavar="DIR", help="A datastore to draft from; can be repeated.")
 @click.option(

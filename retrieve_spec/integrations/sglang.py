@@ -209,7 +209,7 @@ class Corpus:
 
 @dataclass(slots=True)
 class _Seen:
-    """A request as last seen: itself, if it still exists, its answer, and the lengths of both."""
+    """A request as last seen: itself, if it still exists, its answer, how many tokens that had, and those after it."""
 
     request: weakref.ref[Any]
     answer: Any

@@ -137,7 +137,7 @@ def left_out_header(request: Request, names: Sequence[str]) -> dict[str, str]:
 
 
 async def _events(service: Service, stream: TaskStream, answer: Answer) -> AsyncGenerator[bytes, None]:
-    """Yield server-sent events, at least one per pass, and comments while nothing is new."""
+    """Yield server-sent events for all that is new, and comments while nothing is."""
     finished: dict[int, Completion] = {}
     stream.ping_s = service.config.sse_ping_s or None
     try:

@@ -123,7 +123,7 @@ class Models:
 
     @classmethod
     def of(cls, service: Service) -> Models:
-        """Return the services of loaded models."""
+        """Return the models of a server whose only model is loaded."""
         return cls({service.name: Model(lambda: service)}, service.config, service.metrics)
 
     def set_stage(self, stage: str) -> None:

@@ -73,9 +73,9 @@ class Prompts:
         return ChatPrompt(hidden.encoded(prompt), thinking)
 
     def instructions(self, conversation: Conversation) -> list[int]:
-        """Return the prompt of another question after the same instructions and tools; empty for a later turn.
+        """Return the prompt of another question after the same instructions and tools.
 
-        Prompts of all chats of one agent begin with it.
+        Prompts of all chats of one agent begin with it. Empty without instructions and tools, or for a later turn.
         """
         said = conversation.messages
         head = [turn for turn in said if turn["role"] in ("system", "developer")]
@@ -112,7 +112,7 @@ class Prompts:
         return [*ids, start, *encode("assistant\n")] if add_generation_prompt else ids
 
     def cursor(self, ids: list[int]) -> tuple[list[int], list[int]] | None:
-        """Return the text before and after the cursor in a prompt with fill-in-the-middle tokens.
+        """Return the tokens before and after the cursor in a prompt with fill-in-the-middle tokens.
 
         Other files before it count as text before the cursor.
         """

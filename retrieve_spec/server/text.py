@@ -26,7 +26,7 @@ _LONG = 4096
 
 
 def line_end(*texts: str) -> str:
-    """Return the most frequent line end of a document given in parts: ``"\r\n"`` or ``"\n"``."""
+    """Return the most frequent line end of a document given in parts: ``"\\r\\n"`` or ``"\\n"``."""
     ends = sum(text.count("\r\n") for text in texts)
     return "\r\n" if 0 < sum(text.count("\n") for text in texts) <= 2 * ends else "\n"
 
@@ -348,7 +348,7 @@ class StopScanner:
             self._flush(whole=stop_type == "eos")
 
     def _flush(self, *, whole: bool) -> None:
-        """Release the bytes of an incomplete character; only if the model itself ended there."""
+        """Release what was held back; half a character at its end only if the model itself ended there."""
         rest = self._decoder.flush() if whole else self._decoder.flush().rstrip("\ufffd")
         self.text += rest[self._begun :]
         self._begun -= min(self._begun, len(rest))

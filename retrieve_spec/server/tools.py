@@ -192,7 +192,7 @@ class CallParser:
         return {"name": name, "arguments": arguments}, found.end()
 
     def _call(self, value: Any) -> ToolCall:
-        """Return a call in the form of chats.
+        """Return the call that a JSON value describes.
 
         Small models write arguments as a string of JSON, and leave them out for a function without any.
 

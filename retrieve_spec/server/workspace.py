@@ -76,7 +76,7 @@ class Workspace:
     left_out
         Number of files left out, by reason; a folder that is skipped counts as one.
     trouble
-        The last error, "" for none.
+        The error that keeps the folders from being followed at present, "" for none.
     indexed
         Set after the first attempt to read the folders.
     """
@@ -166,7 +166,7 @@ class Workspace:
                 self._due = True
 
     def _watch(self) -> None:
-        """Follow changes until the end; a scan of everything includes what changed meanwhile."""
+        """Follow changes until the end; once the folders are watched, one scan finds what changed before."""
         for changed in changes(self.roots, self._stop):
             if self._stop.is_set() or self._forgotten.is_set():
                 return
@@ -245,7 +245,7 @@ class Workspace:
 
 
 def _texts(store: Datastore | None) -> set[tuple[str, str]]:
-    """Yield folder and path of every document."""
+    """Return folder and path of every document."""
     return set() if store is None else {(document.source, document.path) for document in store.documents()}
 
 
