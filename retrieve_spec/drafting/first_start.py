@@ -32,8 +32,9 @@ def compiled_beside() -> Iterator[subprocess.Popen[bytes] | None]:
     needed.
     """
     process = None
+    is_python = not getattr(sys, "frozen", False)  # a frozen program would start itself
     compiles = not config.DISABLE_JIT  # type: ignore[attr-defined]
-    if compiles and processors() > 1 and not is_compiled():
+    if is_python and compiles and processors() > 1 and not is_compiled():
         with contextlib.suppress(OSError):  # a system that starts no processes, or a Python inside another program
             process = subprocess.Popen(
                 _COMPILE, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
