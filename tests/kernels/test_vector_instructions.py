@@ -6,11 +6,12 @@ import re
 from typing import Any
 
 import pytest
-from cross_compiled import loops_of, unit_of
+from cross_compiled import CPUS, loops_of, unit_of
 from numba import config, types
 
 from retrieve_spec.kernels.cpu.amx_code import MOST_BLOCKS, amx_product
 from retrieve_spec.kernels.cpu.vector_code import block_product, mix_block, score_block, tile_product
+from retrieve_spec.kernels.cpu.vector_units import units_of
 
 pytestmark = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="its instructions have no form in Python")
 STACK = re.compile(r"\(%rsp|\(%rbp|\[sp[,\]]")
@@ -70,3 +71,14 @@ def test_every_cpu_has_code_of_every_product(cpu: str, like: Any) -> None:
     for make in (score_block, tile_product, mix_block):
         loops = loops_of(make(unit), like, cpu)
         assert all(any("fm" in line or "dpbf16" in line for line in loop) for loop in loops)
+
+
+@pytest.mark.parametrize("left_out", ["amx-tile", "amx-bf16", "avx512f", "avx512bw", "avx2"])
+def test_nothing_is_used_that_stands_on_what_is_left_out(left_out: str) -> None:
+    """Who tells Numba to leave out a feature may leave those in that stand on it; LLVM ends the process over these."""
+    named = set(CPUS["amx"][2].replace("+", "").split(",")) - {left_out}
+    units = list(units_of(named.__contains__, True))
+    assert not any(unit.has_amx for unit in units)
+    if left_out.startswith("avx512"):
+        assert units and all(unit.lanes == 8 for unit in units)
+    assert left_out != "avx2" or not units

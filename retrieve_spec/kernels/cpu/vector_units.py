@@ -198,12 +198,12 @@ def units_of(has: Callable[[str], bool], is_x86: bool) -> Iterator[VectorUnit]:
         return
     if not all(map(has, ("avx2", "fma", "f16c"))):
         return
-    if has("avx512bw") and has("avx512vl"):
+    if all(map(has, ("avx512f", "avx512bw", "avx512vl"))):
         pairs = _add_pairs_avx512 if has("avx512bf16") else None
         if has("avx512vnni"):
             fours = group_by_fours(partial(_add_bytes_by, "llvm.x86.avx512.vpdpbusd.512"))
             blocks, attention = (1, 2, 4, 8, 9, 12, 16), (1, 2, 4, 8, 12, 16)
-            if pairs and has("amx-bf16"):
+            if pairs and has("amx-tile") and has("amx-bf16"):
                 yield VectorUnit(16, fours, blocks, attention, add_pairs=pairs, has_amx=True)
             yield VectorUnit(16, fours, blocks, attention, add_pairs=pairs)
         by_pairs = group_by_pairs("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512")
