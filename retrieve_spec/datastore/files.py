@@ -145,11 +145,14 @@ def check_content(path: Path, entry: FileEntry, mapped: NDArray[Any] | None = No
     Raises
     ------
     StoreCorruptError
-        When its checksum differs.
+        When it is missing, or its checksum differs.
     """
     if mapped is None:
-        with explain_read_errors(path), path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            with explain_read_errors(path), path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except FileNotFoundError as error:
+            raise StoreCorruptError(f"{entry.bytes:,} bytes in {path}", "no such file") from error
     else:
         with read_in_order(mapped):
             found = hashlib.sha256(mapped.data).hexdigest()

@@ -25,6 +25,7 @@ from retrieve_spec.datastore.manifest import (
     existing_manifest,
     explain_write_errors,
     files_of,
+    read_manifest,
 )
 from retrieve_spec.datastore.remote import (
     Remote,
@@ -36,7 +37,7 @@ from retrieve_spec.datastore.remote import (
     read_remote,
 )
 from retrieve_spec.datastore.store import Datastore, check_tokenizer, open_datastore
-from retrieve_spec.errors import BuildError, StoreLockedError
+from retrieve_spec.errors import BuildError, StoreCorruptError, StoreLockedError
 
 CARD = "README.md"
 _TITLE = "# Datastore for speculative decoding"
@@ -135,9 +136,9 @@ def push_datastore(path: str | os.PathLike[str], url: str, *, progress: bool = F
                 try:
                     check_content(source, file)  # which holds what the manifest says
                     remote.send(source, place)
-                except FileNotFoundError as error:
-                    if source.exists():
-                        raise  # of the remote
+                except (FileNotFoundError, StoreCorruptError) as error:
+                    if source.exists() or read_manifest(folder).generation == manifest.generation:
+                        raise  # of the remote, or of a damaged store
                     got = "a store that another process has changed meanwhile"
                     remedy = "Push it again when it is done."
                     raise StoreLockedError(f"{source}, which the store listed", got, remedy) from error

@@ -110,6 +110,18 @@ def test_observations_that_are_damaged_are_named(store):
         observed(store.path, store.manifest, "model:1")
 
 
+def test_a_table_without_one_of_its_files_is_a_damaged_store(store, tmp_path):
+    store = keep(store, said(([5], (7, 9))))
+    (folder_of(store) / "probs").unlink()
+    for change in (
+        verify_datastore,
+        lambda path: keep_distilled(said(([6], (8, 9))), 1 << 8, path, "model:1"),
+        lambda path: push_datastore(path, f"file://{tmp_path}/remote"),
+    ):
+        with pytest.raises(StoreCorruptError, match="probs, got no such file"):
+            change(store.path)
+
+
 def test_tables_stay_when_a_store_changes_and_go_with_its_tokenizer(store, reference_tokenizer, tmp_path):
     keep(store, said(([5], (7, 9))))
     (tmp_path / "more.txt").write_text("more of it")
