@@ -233,14 +233,15 @@ def _multiply(
 ) -> None:
     """Write (splits, rows, outputs) by layer."""
     rows, inputs = x.shape[-2:]
-    splits, biased, packed = len(outs[0]), biases[0] is not None, _is_packed(weights[0])
+    splits, packed = len(outs[0]), _is_packed(weights[0])
+    added = [bias.contiguous() for bias in biases if bias is not None]
     tiles, step = _tiles(rows, inputs, weights, _limits(x.device)[1]), _step(inputs, packed)
     outputs = [len(weight) for weight in weights] + [0] * (LAYERS - len(weights))
     read = [weight.view(-1).view(torch.int32) for weight in weights] if packed else weights
     blocks = sum(triton.cdiv(n, tiles["BLOCK_N"]) for n in outputs)
     _linears[(blocks, splits, triton.cdiv(rows, tiles["BLOCK_M"]))](
-        x.contiguous(), *_all(read), *_all(biases if biased else weights), *_all(outs), *outputs, rows, inputs,
-        triton.cdiv(inputs // step, splits) * step, BIASED=biased, **tiles, **overlap(x.device, rows),
+        x.contiguous(), *_all(read), *_all(added or weights), *_all(outs), *outputs, rows, inputs,
+        triton.cdiv(inputs // step, splits) * step, BIASED=bool(added), **tiles, **overlap(x.device, rows),
     )  # fmt: skip
 
 

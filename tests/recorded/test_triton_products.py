@@ -30,6 +30,11 @@ for rows in (1, 16, 17, 65, 129):
         for got, wanted in zip(ours, theirs, strict=True):
             torch.testing.assert_close(got, wanted, atol=2e-2, rtol=4e-3)
 
+# what is added may be part of another tensor
+x, weight, others = torch.randn(1, 5, 64).half(), torch.randn(48, 64).half(), torch.randn(48, 3).half()
+wanted = linear(x, weight, others[:, 1])
+torch.testing.assert_close(linears(x, [weight], [others[:, 1]])[0], wanted, atol=2e-2, rtol=2e-3)
+
 # a row's sums do not depend on those beside it
 x, weight = torch.randn(1, 128, 256).half(), [torch.randn(32, 256).half()]
 whole = linears(x, weight, [None])[0]
