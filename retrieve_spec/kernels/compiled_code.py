@@ -100,12 +100,20 @@ def _beside() -> None:
     """A kernel whose compiled code lies where that of all others does."""
 
 
+def _can_be_written(folder: str | Path) -> bool:
+    """Whether a folder is there, or can be made, and can be written."""
+    with contextlib.suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+    return os.access(folder, os.W_OK)
+
+
 def code_folder(kernel: Callable[..., Any] = _beside) -> Path:
     """Where compiled code of a kernel, and of those in its folder, is kept: beside the sources, in the user's cache or,
     where neither can be written, among temporary files.
     """
     try:
-        if not config.CACHE_DIR and os.path.expanduser("~") == "~" and not os.access(Path(__file__).parent, os.W_OK):
+        places = [*filter(None, [config.CACHE_DIR]), Path(__file__).parent]
+        if os.path.expanduser("~") == "~" and not any(map(_can_be_written, places)):
             raise RuntimeError("no home, which Numba would look for in the current folder")
         kept = njit(cache=True)(kernel)
     except RuntimeError:  # Numba finds no folder

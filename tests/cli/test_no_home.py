@@ -79,6 +79,19 @@ def test_commands_run_in_a_temporary_folder(stranger: list[str], tmp_path: Path)
     assert own.stat().st_mode & 0o777 == 0o700 and compiled[0] == compiled[1] != [], "found by the next process"
 
 
+def test_a_folder_for_code_that_cannot_be_written_is_not_used(stranger: list[str], tmp_path: Path) -> None:
+    """Numba would make a folder named `~` where the command runs."""
+    temporary = tmp_path / "tmp"
+    program = (
+        f"import os; os.environ['NUMBA_CACHE_DIR'] = '{tmp_path}/text'\n"
+        "from retrieve_spec.kernels import step\n"
+        "print(step.propose.stats.cache_path)"
+    )
+    done = subprocess.run([*stranger, "-c", program], cwd=temporary, capture_output=True, text=True)
+    assert done.stdout.startswith(str(temporary / f"retrieve-spec-{USER}")), done.stdout + done.stderr
+    assert done.stderr.count("set NUMBA_CACHE_DIR") == 1 and not (temporary / "~").exists()
+
+
 def test_numba_is_given_a_folder_where_it_finds_none(tmp_path: Path) -> None:
     program = (
         "from numba.core import caching\n"
