@@ -303,9 +303,8 @@ class Backend:
         prediction = list(hints.prediction) if hints.enabled and hints.prediction else None
         sequence = open_sequence(self.model, ids, options, prediction=prediction, **arguments)
         if sequence is None and sampling.logprobs is not None:
-            raise ServeError(
-                "a model whose passes are run here", "one that is left to its own generate", "Leave logprobs out."
-            )
+            got = "a model that is left to its own `generate`"
+            raise ServeError("log-probabilities from passes of this library", got, "Leave logprobs out.")
         if sequence is None:
             draft, seed, scope = options.draft, options.seed, options.scope
             return LoneText(generate_stream(self.model, ids, draft=draft, seed=seed, scope=scope, **arguments), turn)
