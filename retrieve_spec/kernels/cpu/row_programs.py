@@ -338,6 +338,7 @@ class RowProgram:
         self._prepared: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._plan = self._numbers = np.empty(0, np.int64)
         self._arena_bytes = self._widest = 0
+        self._whole = 1  # buffers have a multiple of so many rows
 
     def place(self, width: int = 0, bytes_each: int = 0) -> int:
         """A place, of a buffer with so many numbers in a row unless its address is given when the program is run.
@@ -373,7 +374,7 @@ class RowProgram:
             return rounded
         if not (_HAS_AMX and self._dtype == torch.bfloat16):
             return x, NOWHERE, NOWHERE
-        interleaved = self.place(64 * groups, 1)
+        interleaved, self._whole = self.place(64 * groups, 1), LANES
         self.add(Step.INTERLEAVE, x, interleaved, groups)
         return interleaved, NOWHERE, NOWHERE
 
@@ -425,7 +426,7 @@ class RowProgram:
 
     def run(self, rows: int, addresses: Sequence[int], texts: RowTexts | None = None) -> None:
         """Run it over so many rows; addresses are those of contiguous rows, and of weights."""
-        room, threads, numbers = -(-padded(rows) // LANES) * LANES, threads_of_torch(), self._numbers.copy()
+        room, threads, numbers = -(-padded(rows) // self._whole) * self._whole, threads_of_torch(), self._numbers.copy()
         scratch = 0 if texts is None else 4 * QUERIES * (2 * self._widest + texts.longest + LANES)
         scratch = -(-scratch // 64) * 64
         arena = torch.empty(room * self._arena_bytes + threads * scratch, dtype=torch.uint8)
