@@ -29,6 +29,7 @@ from retrieve_spec.kernels.cpu.vector_ir import (
     load,
     loop,
     place,
+    pointer,
     prefetch,
     store,
     switch,
@@ -51,15 +52,8 @@ def _has_code(unit: VectorUnit, like: Any) -> bool:
 
 def _amx(builder: Any, name: str, *args: Any) -> None:
     """One instruction; tiles are given by their numbers, addresses as words."""
-    given = []
-    for arg in args:
-        is_tile = isinstance(arg, int)
-        given.append(ir.Constant(BYTE, arg) if is_tile else arg)
+    given = (BYTE(arg) if isinstance(arg, int) else arg for arg in args)
     call(builder, f"llvm.x86.{name}", ir.VoidType(), *given)
-
-
-def _pointer(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, BYTE.as_pointer())
 
 
 def amx_configure(unit: VectorUnit) -> Any:
@@ -161,11 +155,11 @@ def amx_product(unit: VectorUnit) -> Any:
                     there, ahead = (
                         builder.add(start, builder.mul(chunk, LONG(TILE_BYTES))) for start in (x, following)
                     )
-                    _amx(builder, "tileloadd64", _WEIGHTS, _pointer(builder, here), row_bytes)
+                    _amx(builder, "tileloadd64", _WEIGHTS, pointer(builder, here), row_bytes)
                     for block in range(count):
                         rows = _WEIGHTS + 1 + block % (_TILES - _WEIGHTS - 1)
                         at = place(builder, there, block, block_bytes)
-                        _amx(builder, "tileloadd64", rows, _pointer(builder, at), LONG(64))
+                        _amx(builder, "tileloadd64", rows, pointer(builder, at), LONG(64))
                         for line in range(block * LANES // count, (block + 1) * LANES // count):
                             prefetch(builder, builder.add(ahead, LONG(64 * line)), level=2)
                         _amx(builder, "tdpbf16ps", block, _WEIGHTS, rows)
@@ -174,7 +168,7 @@ def amx_product(unit: VectorUnit) -> Any:
                 loop(builder, chunks, [], add)
                 for block in range(count):
                     at = builder.add(sums, LONG(TILE_BYTES * block))
-                    _amx(builder, "tilestored64", block, _pointer(builder, at), LONG(64))
+                    _amx(builder, "tilestored64", block, pointer(builder, at), LONG(64))
 
             def finish(block: Any, _: list[Any]) -> list[Any]:
                 """Write the results of a block: sums have a row for each row of weights."""

@@ -61,10 +61,15 @@ def place(builder: Any, start: Any, index: int, each: Any) -> Any:
     return builder.add(start, builder.mul(each, LONG(index)))
 
 
+def pointer(builder: Any, address: Any) -> Any:
+    """An address as instructions take it."""
+    return builder.inttoptr(address, BYTE.as_pointer())
+
+
 def prefetch(builder: Any, address: Any, level: int = 1) -> None:
     """Prefetch the line at an address into a level of the caches, to read it once."""
-    pointer = builder.inttoptr(address, BYTE.as_pointer())
-    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, WORD(0), WORD(4 - level), WORD(1))
+    at = pointer(builder, address)
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), at, WORD(0), WORD(4 - level), WORD(1))
 
 
 def keep_order(builder: Any) -> None:
