@@ -50,10 +50,15 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     with contextlib.suppress(RuntimeError):  # no home
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "retrieve-spec"
-        nearest_there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        if folder.exists() or os.access(nearest_there, os.W_OK):
+        if folder.exists() or can_be_written(folder):
             return folder
     return temporary_dir("What can be made again", CACHE_VARIABLE)
+
+
+def can_be_written(folder: Path) -> bool:
+    """Whether a folder can be written, or made where it is missing."""
+    nearest_there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    return os.access(nearest_there, os.W_OK)
 
 
 @functools.cache

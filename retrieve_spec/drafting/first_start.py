@@ -12,11 +12,11 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from numba import config
 
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.kernels.compiled_code import code_folder
 from retrieve_spec.kernels.step import propose
 from retrieve_spec.processors import processors
 
@@ -50,7 +50,7 @@ def compiled_beside() -> Iterator[subprocess.Popen[bytes] | None]:
 
 def is_compiled() -> bool:
     """Whether compiled code of drafting is kept."""
-    return any(code_folder(propose.py_func).glob("step.propose-*.nbi"))
+    return any(Path(propose.stats.cache_path).glob("step.propose-*.nbi"))
 
 
 if __name__ == "__main__":

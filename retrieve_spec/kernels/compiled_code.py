@@ -19,7 +19,7 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import cpu_target
 
-from retrieve_spec.config import temporary_dir
+from retrieve_spec.config import can_be_written, temporary_dir
 
 logger = logging.getLogger(__name__)
 
@@ -100,20 +100,13 @@ def _beside() -> None:
     """A kernel whose compiled code lies where that of all others does."""
 
 
-def _can_be_written(folder: str | Path) -> bool:
-    """Whether a folder is there, or can be made, and can be written."""
-    with contextlib.suppress(OSError):
-        os.makedirs(folder, exist_ok=True)
-    return os.access(folder, os.W_OK)
-
-
 def code_folder(kernel: Callable[..., Any] = _beside) -> Path:
     """Where compiled code of a kernel, and of those in its folder, is kept: beside the sources, in the user's cache or,
     where neither can be written, among temporary files.
     """
     try:
-        places = [*filter(None, [config.CACHE_DIR]), Path(__file__).parent]
-        if os.path.expanduser("~") == "~" and not any(map(_can_be_written, places)):
+        places = [Path(place) for place in (config.CACHE_DIR, Path(__file__).parent) if place]
+        if os.path.expanduser("~") == "~" and not any(map(can_be_written, places)):
             raise RuntimeError("no home, which Numba would look for in the current folder")
         kept = njit(cache=True)(kernel)
     except RuntimeError:  # Numba finds no folder
