@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from triton_process import COMPILER, Interpret, compiled_by
+from triton_process import COMPILER, PASSES, Interpret, compiled_by
 
 pytest.importorskip("triton")
 
@@ -107,87 +107,66 @@ print("same")
 """
 )
 
-RECORDED = """
-import torch
+SMALL = (
+    PASSES
+    + """
 from transformers import AutoConfig, AutoModelForCausalLM
-from retrieve_spec.attention import TreeMask, attend_split
 from retrieve_spec.kernels import triton_products as products, triton_rows as kernels
-from retrieve_spec.recorded.recorded_pass import RecordedPass
 
-torch.manual_seed(0)
-for family, bias in (("qwen2", True), ("qwen3", False)):
+def built(family, dtype):
     config = AutoConfig.for_model(
         family, vocab_size=99, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, initializer_range=0.2,
     )
-    model = AutoModelForCausalLM.from_config(config).half().eval()
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
-    ids, positions, outs = torch.arange(3, 14)[None], torch.arange(11)[None], []
-    for row_kernels in (None, kernels):
-        recorded = RecordedPass(model, 2, row_kernels=row_kernels)
-        mask = TreeMask(recorded.groups, torch.float16, torch.device("cpu"))
-        mask.set(0, torch.ones(11, 11).tril().bool().numpy(), positions[0].numpy())
+    return model
 
-        def attend(query, keys, values, layer):
-            packed = query.reshape(1, 2, 22, 16)
-            return attend_split(packed, keys, values, mask, recorded.rules[layer]).reshape(1, 4, 11, 16).transpose(1, 2)
-
-        outs.append(recorded.run(ids, positions, attend, slice(3, None))[0].float())
-        called = [node.target for node in recorded._compiled.run.__self__.graph.nodes if node.op == "call_function"]
-    assert outs[0].shape == (1, 8, 99)
-    assert (outs[0] - outs[1]).abs().max() <= 0.01 * outs[0].std(), (outs[0] - outs[1]).abs().max()
+def all_are_fused(called):
     # by layer: queries with keys and values, gates with what they open, two whose sums are normalised; and the head
-    assert called.count(products.linears) == 5 and called.count(products.linear_add_rms_norm) == 4, family
+    return called.count(products.linears) == 5 and called.count(products.linear_add_rms_norm) == 4
+
+torch.manual_seed(0)
+"""
+)
+"""Models of two layers."""
+
+RECORDED = (
+    SMALL
+    + """
+for family in ("qwen2", "qwen3"):
+    model = built(family, torch.float16)
+    (plain, _), (ours, called) = (run_pass(model, by, slice(3, None)) for by in (None, kernels))
+    assert plain.shape == (1, 8, 99)
+    assert (plain - ours).abs().max() <= 0.01 * plain.std(), (plain - ours).abs().max()
+    assert all_are_fused(called), family
     assert torch.nn.functional.linear not in called
 print("same")
 """
+)
 
 PACKED_PASSES = (
     IN_ORDER
+    + SMALL
     + """
 import copy
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from retrieve_spec.attention import TreeMask, attend_split
-from retrieve_spec.kernels import triton_products as products, triton_rows as kernels
 from retrieve_spec.kernels.cpu import unpack
 from retrieve_spec.quantized import WeightOnlyConfig, pack_model
-from retrieve_spec.recorded.recorded_pass import RecordedPass
 
-torch.manual_seed(0)
 for family, bits in (("llama", 4), ("qwen2", 8)):
-    config = AutoConfig.for_model(
-        family, vocab_size=99, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, initializer_range=0.2,
-    )
-    model = AutoModelForCausalLM.from_config(config).bfloat16().eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter)
+    model = built(family, torch.bfloat16)
     plain = copy.deepcopy(model)
     pack_model(model, WeightOnlyConfig(bits))
     for name, parameter in plain.named_parameters():
         if (packed := model.get_parameter(name)).dtype == torch.uint8:
             parameter.data = unpack(packed, parameter.shape[1])[: len(parameter)].bfloat16()
-    ids, positions, outs = torch.arange(3, 14)[None], torch.arange(11)[None], []
-    for each in (plain, model):
-        recorded = RecordedPass(each, 2, row_kernels=kernels)
-        mask = TreeMask(recorded.groups, torch.bfloat16, torch.device("cpu"))
-        mask.set(0, torch.ones(11, 11).tril().bool().numpy(), positions[0].numpy())
-
-        def attend(query, keys, values, layer):
-            packed = query.reshape(1, 2, 22, 16)
-            return attend_split(packed, keys, values, mask, recorded.rules[layer]).reshape(1, 4, 11, 16).transpose(1, 2)
-
-        outs.append(recorded.run(ids, positions, attend)[0].float())
-        called = [node.target for node in recorded._compiled.run.__self__.graph.nodes if node.op == "call_function"]
-    assert outs[0].shape == outs[1].shape == (1, 11, 99)
-    assert torch.equal(*(out.argmax(-1) for out in outs)), "the same text"
-    assert (outs[0] - outs[1]).abs().max() <= 0.1 * outs[0].std()
-    # by layer: queries with keys and values, gates with what they open, two whose sums are normalised; and the head
-    assert called.count(products.linears) == 5 and called.count(products.linear_add_rms_norm) == 4, family
+    (wanted, _), (ours, called) = (run_pass(each, kernels) for each in (plain, model))
+    assert wanted.shape == ours.shape == (1, 11, 99)
+    assert torch.equal(wanted.argmax(-1), ours.argmax(-1)), "the same text"
+    assert (wanted - ours).abs().max() <= 0.1 * wanted.std()
+    assert all_are_fused(called), family
     assert torch.ops.retrieve_spec.packed_product.default not in called
 print("same")
 """

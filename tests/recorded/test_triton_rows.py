@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from triton_process import COMPILER, Interpret, compiled_by
+from triton_process import COMPILER, PASSES, Interpret, compiled_by
 
 pytest.importorskip("triton")
 
-AGREES = """
-import torch
+AGREES = (
+    PASSES
+    + """
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from retrieve_spec.recorded.recorded_pass import RecordedPass
-from retrieve_spec.attention import TreeMask
-from retrieve_spec.attention import attend_split
 from retrieve_spec.kernels import triton_rows as kernels
 
 torch.manual_seed(0)
@@ -45,25 +43,17 @@ for model, norms in (
     (LlamaForCausalLM(LlamaConfig(**sizes)), 1), (Qwen3ForCausalLM(Qwen3Config(**sizes)), 5),  # on heads, too
 ):
     model = model.to(dtype).eval()
-    ids, positions = torch.arange(3, 14)[None], torch.arange(11)[None]
     outs = []
     for fused in (False, True):
-        recorded = RecordedPass(model, 2, row_kernels=kernels if fused else None)
-        mask = TreeMask(recorded.groups, dtype, torch.device("cpu"))
-        mask.set(0, torch.ones(11, 11).tril().bool().numpy(), positions[0].numpy())
-
-        def attend(query, keys, values, layer):
-            packed = query.reshape(1, 2, 22, 8)
-            return attend_split(packed, keys, values, mask, recorded.rules[layer]).reshape(1, 4, 11, 8).transpose(1, 2)
-
-        outs.append(recorded.run(ids, positions, attend)[0].float())
-        called = [node.target for node in recorded._compiled.run.__self__.graph.nodes if node.op == "call_function"]
+        logits, called = run_pass(model, kernels if fused else None)
+        outs.append(logits)
         ours = (kernels.rms_norm, kernels.add_rms_norm, kernels.rotate, kernels.rotate_both, kernels.gate)
         counts = [called.count(kernel) for kernel in ours]
         assert counts == ([norms, 4, 0, 2, 2] if fused else [0, 0, 0, 0, 0]), counts
     assert (outs[0] - outs[1]).abs().max() <= 0.01 * outs[0].std(), (outs[0] - outs[1]).abs().max()
 print("same")
 """
+)
 
 
 COMPILED = (

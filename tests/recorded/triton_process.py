@@ -112,6 +112,28 @@ def compiled(kernel, types, constants, architecture, warps):
 """
 """Triton's compiler and assembler, which need no GPU."""
 
+PASSES = """
+import torch
+from retrieve_spec.attention import TreeMask, attend_split
+from retrieve_spec.recorded.recorded_pass import RecordedPass
+
+def run_pass(model, row_kernels, *kept):
+    # logits of a recorded pass over eleven tokens, of four heads by two, and what it calls
+    recorded, positions = RecordedPass(model, 2, row_kernels=row_kernels), torch.arange(11)[None]
+    mask = TreeMask(recorded.groups, model.dtype, torch.device("cpu"))
+    mask.set(0, torch.ones(11, 11).tril().bool().numpy(), positions[0].numpy())
+
+    def attend(query, keys, values, layer):
+        packed = query.reshape(1, 2, 22, -1)
+        found = attend_split(packed, keys, values, mask, recorded.rules[layer])
+        return found.reshape(1, 4, 11, -1).transpose(1, 2)
+
+    logits = recorded.run(torch.arange(3, 14)[None], positions, attend, *kept)[0].float()
+    called = [node.target for node in recorded._compiled.run.__self__.graph.nodes if node.op == "call_function"]
+    return logits, called
+"""
+"""Recorded passes of small models by kernels of rows."""
+
 
 if __name__ == "__main__":
     from transformers import LlamaForCausalLM, Qwen3ForCausalLM  # noqa: F401
