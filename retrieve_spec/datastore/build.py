@@ -75,18 +75,17 @@ from retrieve_spec.kernels.compiled_code import compiles, compiling_logged
 from retrieve_spec.processors import processes
 
 SPAWN_WORK = 1 << 23
-"""Bytes to read, or four times the tokens to sort, from which other processes are worth their second of start-up.
-"""
+"""Smallest job worth a second of starting worker processes, in bytes to read or four times the tokens to sort."""
 SHARD_TOKENS = 1 << 21
-"""Tokens of a segment that are read at once."""
+"""Tokens of a segment read at once."""
 _TOKEN_BYTES = 4
-"""Bytes of text that a token has, roughly."""
+"""Approximate bytes of text per token."""
 _INDEXING_BYTES = 25
-"""Bytes of memory that indexing a segment takes, for each of its tokens."""
+"""Bytes of memory per token while a segment is indexed."""
 _PIECE, _PIECES = 1 << 24, 8
-"""Fewest entries of each of several segments, and most segments that a text is divided into without need."""
+"""When a text is divided only for speed: fewest entries per segment, and most segments."""
 _SMALL_SHARE = 16
-"""A segment is small if this many of its size would make the largest one."""
+"""A segment is small if this many of its size fit into the largest allowed one."""
 _SEPARATOR = np.zeros(1, np.uint32)
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -104,14 +103,14 @@ def build_datastore(
     progress: bool = False,
     recipe: str = "",
 ) -> ChangeReport:
-    """Build a new datastore; what an interrupted build left there is thrown away.
+    """Build a new datastore; anything left by an interrupted build is deleted.
 
     Parameters
     ----------
     path
         Folder to create.
     sources
-        Files, folders, checkouts, or `Source` objects with options.
+        Files, folders and git checkouts, or `Source` objects with options.
     tokenizer
         Tokenizer of the model that will draft: an object, a tokenizer.json or a model folder.
     config
@@ -119,16 +118,16 @@ def build_datastore(
     max_tokens
         Stop before the document that would exceed this.
     workers
-        Processes that read, encode and index; by default as many as this process may use processors, and as its memory
-        has room for. The store is the same for any number. Large builds start them, so a script calls this below
+        Processes that read, encode and index; by default one per available processor, if memory allows. The
+        store does not depend on the number. Large builds start processes, so scripts call this below
         ``if __name__ == "__main__":``.
     part
-        ``(rank, count)``: read only one of `count` parts of the sources, numbered from 0. Many machines make a store
-        each, which `merge_datastores` joins.
+        ``(rank, count)``: read only part `rank` of `count`, counted from 0, so that several machines can each
+        build a part. `merge_datastores` joins them.
     progress
         Show bars on standard error.
     recipe
-        Name of the recipe, for the record.
+        Name of the recipe, recorded in the manifest.
 
     Returns
     -------
@@ -138,7 +137,7 @@ def build_datastore(
     Raises
     ------
     BuildError
-        When there is a store already, a source is missing, nothing can be indexed or the disk cannot be written.
+        A store exists already, a source is missing, there is nothing to index, or the disk cannot be written.
     StoreLockedError
         When another process is writing there.
     """
@@ -159,12 +158,12 @@ def build_datastore(
 
 
 def create_datastore(path: Path, tokenizer: Any) -> None:
-    """Make a datastore without documents, to add some to.
+    """Create a datastore without documents, to which documents can be added.
 
     Raises
     ------
     BuildError
-        When there is a store or something else in the folder, no tokenizer is given, or the disk cannot be written.
+        The folder is not empty, no tokenizer is given, or the disk cannot be written.
     """
     with writer(path) as work:
         check_folder(path)
@@ -181,7 +180,7 @@ def add_documents(
     workers: int | None = None,
     progress: bool = False,
 ) -> ChangeReport:
-    """Add documents to a datastore as new segments; texts it already has are skipped as duplicates.
+    """Add documents to a datastore as new segments; texts that it already has are skipped as duplicates.
 
     Parameters and errors are those of `build_datastore`; the tokenizer is the store's own.
     """
@@ -197,7 +196,7 @@ def add_documents(
 
 @contextmanager
 def changing(path: str | os.PathLike[str], verb: str) -> Iterator[tuple[WorkFolder, Manifest]]:
-    """Be the only writer of an existing store; where there is none, not even a lock file is written.
+    """Hold the write lock of an existing store; without a store, no lock file is created.
 
     Errors are those of `folder_of`, `read_manifest` and `writer`.
     """
@@ -216,10 +215,10 @@ def open_or_build(
     after: Callable[[ChangeReport], object] = lambda report: None,
     progress: bool = False,
 ) -> Datastore:
-    """Open a store, or build it where there is none that can be used.
+    """Open a store, or build it if there is none that can be used.
 
-    What an interrupted build left, and a store that is damaged, of another version or for another tokenizer, is thrown
-    away: give a path that nothing else is kept at.
+    An incomplete, damaged or outdated store, or one for another tokenizer, is deleted: use a path where nothing else is
+    kept.
 
     Parameters
     ----------
@@ -228,16 +227,16 @@ def open_or_build(
     recipe, tokenizer
         What to build it from.
     before, after
-        Told that a build begins, and what it did.
+        Called before a build begins, and with its report.
     progress
         Show bars on standard error.
 
     Raises
     ------
     BuildError
-        When it cannot be built.
+        It cannot be built.
     StoreLockedError
-        When another process is building it.
+        Another process is building it.
     """
     try:
         return open_datastore(path, tokenizer=tokenizer)
@@ -251,12 +250,12 @@ def open_or_build(
 
 
 def as_sources(sources: Source | str | Sequence[Source | str]) -> tuple[Source, ...]:
-    """Normalise what the caller gave.
+    """Return sources as `Source` objects.
 
     Raises
     ------
     BuildError
-        When an allowed licence is no SPDX identifier, or there is no such part of the filter.
+        An allowed licence is no SPDX identifier, or there is no such part of the filter.
     """
     given = [sources] if isinstance(sources, Source | str | os.PathLike) else list(sources)
     listed = (s if isinstance(s, Source) else Source(str(s)) for s in given)
@@ -264,7 +263,7 @@ def as_sources(sources: Source | str | Sequence[Source | str]) -> tuple[Source, 
 
 
 def checked(config: StoreConfig, tokenizer: Any) -> StoreConfig:
-    """Settings of a change; errors in those of a dense index are raised before any text is read.
+    """Check the settings of a change before any text is read.
 
     Errors are those of `retrieve_spec.datastore.dense_build.checked_settings`.
     """
@@ -276,12 +275,12 @@ def checked(config: StoreConfig, tokenizer: Any) -> StoreConfig:
 
 
 def first_manifest(store: Path, tokenizer: Any, config: StoreConfig) -> Manifest:
-    """Manifest of a store without segments; a copy of the tokenizer, without truncation and padding, is put there.
+    """Write a copy of the tokenizer, without truncation and padding; return the manifest of a store without segments.
 
     Raises
     ------
     BuildError
-        When no tokenizer is given, or it is none of the `tokenizers` library.
+        No tokenizer is given, or it does not come from the `tokenizers` library.
     """
     if tokenizer is None:
         raise BuildError(
@@ -300,17 +299,17 @@ def first_manifest(store: Path, tokenizer: Any, config: StoreConfig) -> Manifest
 
 @dataclass(frozen=True, slots=True)
 class TokenShard:
-    """Documents that were read and encoded: where they are, and what was left out."""
+    """A shard of sources as encoded documents in a folder, and a list of what was skipped."""
 
     path: Path
     skipped: list[tuple[str, str, str]]
 
     def rows(self) -> list[Row]:
-        """All documents, in order."""
+        """Return all documents, in order."""
         return [Row(*row) for row in json.loads(self.path.with_suffix(".json").read_bytes())]
 
     def take(self, numbers: NDArray[np.uint32]) -> tuple[list[Row], NDArray[np.uint32]]:
-        """Some documents, in order, and their token ids, each with an entry for its separator after it."""
+        """Return some documents, in order, and their token ids, each followed by an entry for its separator."""
         rows = self.rows()
         taken = np.isin(np.arange(len(rows)), numbers)
         ids = np.fromfile(self.path.with_suffix(".bin"), "<u4")
@@ -319,16 +318,16 @@ class TokenShard:
 
 @dataclass(frozen=True, slots=True)
 class SegmentShard:
-    """Documents of a store's segment that is rewritten.
+    """Documents of a segment that is to be rewritten.
 
     Attributes
     ----------
     store, entry, vocabulary
-        The segment, and the size of its tokenizer's vocabulary.
+        The store, the segment's entry, and the size of its tokenizer's vocabulary.
     first, end, size
-        The documents `[first, end)`, and the bytes of their token ids.
+        Documents `[first, end)`, and the bytes of their token ids.
     tokenizer
-        The copy of the tokenizer that they were encoded with, where they are converted to another one.
+        Path of the tokenizer they were encoded with, if they are converted to another one.
     """
 
     store: Path
@@ -340,7 +339,7 @@ class SegmentShard:
     tokenizer: Path | None
 
     def tokenised(self, tokenizer: Tokenizer) -> Iterator[Tokenised]:
-        """Yield the documents that are not removed, as they are or encoded by a tokenizer."""
+        """Yield the documents that are not removed; with a tokenizer, encode them again."""
         segment = open_segment(self.store / SEGMENTS / self.entry.name, self.entry, self.vocabulary)
         hidden = {*hidden_of(tombstones_of(self.store, self.entry), len(segment.documents), self.entry.name)}
         old = None if self.tokenizer is None else load_tokenizer(self.tokenizer)
@@ -358,7 +357,7 @@ Shard = list[SourceFile] | SegmentShard
 
 
 def segment_shards(store: Path, manifest: Manifest, *, convert: bool = False) -> Iterator[SegmentShard]:
-    """Return shards of a store's segments, whose documents are encoded again if they are to be converted."""
+    """Divide segments into shards; if they are converted, their documents are encoded again."""
     tokenizer = store / manifest.tokenizer_name if convert else None
     for entry in manifest.segments:
         check_files(store, entry)  # whose content is written under new checksums
@@ -374,12 +373,12 @@ def segment_shards(store: Path, manifest: Manifest, *, convert: bool = False) ->
 
 
 def check_text(segment: Segment, store: Path, remedy: str = "Build it again from sources.") -> None:
-    """Check that a segment keeps its text.
+    """Raise an error if a segment does not keep its text.
 
     Raises
     ------
     BuildError
-        When it keeps n-grams only.
+        It keeps n-grams only.
     """
     if not len(segment.tokens):
         raise BuildError("a store that keeps its text", f"{store}, which keeps n-grams only", remedy)
@@ -387,7 +386,7 @@ def check_text(segment: Segment, store: Path, remedy: str = "Build it again from
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What the processes that read shards and index segments need of a change."""
+    """Everything that worker processes need to know of a change."""
 
     work: Path
     tokenizer: Path
@@ -396,7 +395,7 @@ class _Job:
 
 
 def read_shard(job: _Job, given: tuple[int, Shard]) -> TokenShard:
-    """Read and encode a shard, given with its number."""
+    """Read and encode a numbered shard."""
     number, shard = given
     tokenizer = _kept_tokenizer(job.tokenizer)
     results = (
@@ -419,13 +418,13 @@ def read_shard(job: _Job, given: tuple[int, Shard]) -> TokenShard:
 
 @lru_cache(maxsize=1)
 def _kept_tokenizer(path: Path) -> Tokenizer:
-    """A store's tokenizer, kept for the next change: loading a large one takes longer than a small change."""
+    """Load a store's tokenizer, and cache it: loading a large one takes longer than a small change."""
     return load_tokenizer(path)
 
 
 @dataclass(slots=True)
 class SegmentCut:
-    """Documents of one segment: tokens, documents, and the shards where they are, with their numbers there."""
+    """Contents of one segment: how many tokens and documents, and from which shards, by number."""
 
     tokens: int
     documents: int
@@ -433,21 +432,21 @@ class SegmentCut:
 
 
 def small_size(limit: int) -> int:
-    """Entries of the largest segment that is small, where one has at most `limit` of them.
+    """Return how many entries a segment that counts as small has at most, if none may have more than `limit`.
 
-    Segments that a text was divided into without need are not: joined, they would be divided again.
+    Segments that a text was divided into for speed are larger: joined, they would be divided again.
     """
     return min(limit, _PIECES * _PIECE) // _SMALL_SHARE
 
 
 def _segment_size(total: int, limit: int) -> float:
-    """Entries of each of the segments that so many entries are divided into, where one has at most `limit`."""
+    """Return the entries per segment when `entries` are divided into segments of at most `limit`."""
     shared = 1 << (min(_PIECES, max(1, total // _PIECE)).bit_length() - 1)
     return total / max(shared, -(-total // limit))
 
 
 class Choice:
-    """Goes through shards in order and chooses documents: each text once, up to a limit of tokens.
+    """Chooses documents from shards, in order: each text once, up to a limit of tokens.
 
     It is the only step that sees all documents, and it holds their hashes.
     """
@@ -460,7 +459,7 @@ class Choice:
         self._chosen: list[tuple[TokenShard, NDArray[np.uint32], NDArray[np.uint32]]] = []
 
     def take(self, shard: TokenShard) -> None:
-        """Choose among the documents of the next shard."""
+        """Choose from the next shard."""
         numbers, lengths = [], []
         for number, row in enumerate(() if self.full else shard.rows()):
             if (key := bytes.fromhex(row.sha256)) in self._seen:
@@ -476,10 +475,10 @@ class Choice:
         self._chosen.append((shard, np.array(numbers, np.uint32), np.array(lengths, np.uint32)))
 
     def cut(self, limit: int) -> list[SegmentCut]:
-        """Divide what was chosen into segments of about one size, each of at most `limit` entries with separators.
+        """Divide the chosen documents into segments of similar size, at most `limit` entries each, separators included.
 
-        A longer document is a segment by itself. As few as that allows, or more, so that cores can share the indexing:
-        a power of two up to `_PIECES`, as long as each has `_PIECE` entries.
+        A longer document is a segment by itself. There are as few segments as possible, or more so that cores can share
+        the work: a power of two up to `_PIECES`, if each gets at least `_PIECE` entries.
         """
         size = _segment_size(
             sum(int(lengths.sum(dtype=np.int64)) + len(lengths) for _, _, lengths in self._chosen), limit
@@ -504,7 +503,7 @@ class Choice:
 
 
 def index_segment(job: _Job, given: tuple[int, SegmentCut]) -> SegmentEntry:
-    """Index one segment of a cut, given with its number; returns its entry, under that number in the work folder."""
+    """Index a numbered segment of a cut into the work folder; return its manifest entry."""
     number, part = given
     rows: list[Row] = []
     ids = np.empty(part.tokens + part.documents, np.uint32)
@@ -531,7 +530,7 @@ def rewrite(
     workers: int | None,
     progress: bool,
 ) -> ChangeReport:
-    """Rewrite some segments of a store into as few as hold what is left of them."""
+    """Rewrite segments of a store into as few as possible, without removed documents."""
     config = checked(config_of(manifest), work.store / manifest.tokenizer_name)
     event = begin_change(work, verb)
     kept = tuple(entry for entry in manifest.segments if entry not in segments)
@@ -551,22 +550,22 @@ def grow(
     known: Iterable[str] = (),
     kept: tuple[SegmentEntry, ...] | None = None,
 ) -> ChangeReport:
-    """Make segments of some shards and publish them.
+    """Index shards as new segments, and publish them.
 
     Parameters
     ----------
     work, manifest, event
-        The change, the manifest it starts from, and its entry of the history.
+        The change's folder, the manifest it starts from, and its history entry.
     shards
-        What to read.
+        Shards to read.
     config
         What to keep, and limits.
     workers, progress
-        Processes at most (None: as many as the machine has room for), and whether to show bars.
+        Most processes (None: as many as memory allows), and whether to show progress bars.
     known
-        Content hashes that count as duplicates.
+        Content hashes of documents to skip as duplicates.
     kept
-        Segments that stay as they are; None for all of the manifest's.
+        Segments that stay unchanged; None for all of the manifest's.
     """
     watch = Stopwatch(progress)
     staying = manifest.segments if kept is None else kept
@@ -604,21 +603,21 @@ def grow(
 @compiling_logged()
 @compiles
 def _compile_indexing(config: StoreConfig) -> None:
-    """Compile the kernels, unless they are, before each worker would."""
+    """Compile the kernels once, before every worker process would."""
     index_text(np.array([1, 2, 1, 0], np.uint16), np.arange(3, dtype=np.uint32), config)
 
 
 def _bytes(shard: Shard) -> int:
-    """Bytes to read of a shard."""
+    """Return the bytes that a shard reads."""
     if isinstance(shard, SegmentShard):
         return shard.size
     return sum(file.size for file in shard if not file.skip)
 
 
 def _read(pool: Workers, job: _Job, shards: Sequence[Shard], choice: Choice) -> Iterator[int]:
-    """Read shards and choose among their documents; with a limit of tokens, not many more than are needed.
+    """Read shards and choose from their documents; with a limit of tokens, stop soon after it is reached.
 
-    Yields the bytes of one after the other.
+    Yields the bytes of each shard.
     """
     step = len(shards)
     if choice.most is not None:
@@ -635,12 +634,12 @@ def _read(pool: Workers, job: _Job, shards: Sequence[Shard], choice: Choice) -> 
 
 
 class Workers:
-    """Runs functions in processes of this machine, which stay for the next ones; little work in this process.
+    """Runs functions in worker processes, which are reused; small jobs run in this process.
 
     Parameters
     ----------
     count
-        Processes at most.
+        Most processes.
     """
 
     def __init__(self, count: int) -> None:
@@ -648,24 +647,24 @@ class Workers:
         self._executor: ProcessPoolExecutor | None = None
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
 
     def run(self, function: Callable[[_T], _R], given: Sequence[_T], size: int) -> Iterator[_R]:
-        """Yield the results of a function for some arguments, in order.
+        """Apply a function to arguments and yield the results in order.
 
         Parameters
         ----------
         function, given
-            The function and what it is called with, one by one.
+            The function, and the arguments it is called with, one at a time.
         size
-            How much work it is: bytes to read, or four times the tokens to sort.
+            Amount of work: bytes to read, or four times the tokens to sort.
 
         Raises
         ------
         BuildError
-            When a worker died, as from a lack of memory.
+            A worker died, for example because memory ran out.
         """
         if self._executor is None and (min(self.count, len(given)) < 2 or size < SPAWN_WORK):
             yield from map(function, given)
@@ -684,7 +683,7 @@ class Workers:
 
 
 def _follow_parent() -> None:
-    """Let this worker end at Ctrl-C, and when the process that started it does, however that ends."""
+    """End this worker at Ctrl-C and when its parent process ends, however that happens."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_wait_for_parent, daemon=True).start()
 

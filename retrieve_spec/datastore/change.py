@@ -1,4 +1,4 @@
-"""Changes of a store: one writer at a time, and a new manifest that takes effect at once or not at all."""
+"""Changes of a store: one writer at a time, published atomically by a new manifest."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ LOCK = "lock"
 
 @dataclass(frozen=True, slots=True)
 class ChangeReport:
-    """What a change of a store did.
+    """Report of a change of a store.
 
     Attributes
     ----------
     verb
         build, add, remove, merge, compact, retokenize, sync, pull or distil.
     documents, tokens
-        Added by the change (for `remove`: taken out).
+        Documents and tokens added by the change (for `remove`: removed).
     segments
-        Segments of the store now.
+        Number of the store's segments after the change.
     skipped
-        ``(path, source, reason)`` of everything that was left out.
+        ``(path, source, reason)`` of everything that was skipped.
     seconds
         Wall time by stage.
     dense
-        Of dense indexes: vectors, and positions that could have one. Empty without.
+        For dense indexes, the number of vectors and of positions that could have one; else empty.
     """
 
     verb: str
@@ -73,12 +73,12 @@ class ChangeReport:
 
     @property
     def skipped_by_reason(self) -> dict[str, int]:
-        """How many files were left out, by reason."""
+        """Number of skipped files by reason."""
         return {reason: len(paths) for reason, paths in by_reason(self.skipped).items()}
 
 
 def by_reason(skipped: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
-    """Paths of what was left out, by reason; reasons in alphabetical order."""
+    """Skipped paths by reason, in alphabetical order of the reasons."""
     paths: dict[str, list[str]] = {}
     for path, _, reason in skipped:
         paths.setdefault(reason, []).append(path)
@@ -86,7 +86,7 @@ def by_reason(skipped: Iterable[tuple[str, str, str]]) -> dict[str, list[str]]:
 
 
 def nothing_to_index(skipped: Iterable[tuple[str, str, str]], event: dict[str, Any]) -> NothingToIndexError:
-    """Return the error of a change that found no text; it says why each kind of file was left out."""
+    """Return the error for a change without any text; it lists why files were skipped."""
     found = by_reason(skipped)
     if not found and "sources" not in event:
         return NothingToIndexError("documents that are not removed", "none", "Add some first.")
@@ -100,14 +100,14 @@ def nothing_to_index(skipped: Iterable[tuple[str, str, str]], event: dict[str, A
 
 @contextmanager
 def writer(store: Path) -> Iterator[WorkFolder]:
-    """Be the only writer of a store.
+    """Hold the write lock of a store.
 
     Raises
     ------
     StoreLockedError
-        When another process is writing to it.
+        Another process is writing to it.
     BuildError
-        When the folder cannot be written.
+        The folder cannot be written.
     """
     if store.exists() and not store.is_dir():
         raise BuildError(f"a folder at {store}", "a file", "Name the store first, then what to read.")
@@ -136,9 +136,9 @@ def writer(store: Path) -> Iterator[WorkFolder]:
 
 
 def begin_change(work: WorkFolder, verb: str, *, sources: Sequence[Source] = (), **arguments: Any) -> dict[str, Any]:
-    """Begin a change with an empty work folder; return its entry of the history.
+    """Begin a change with an empty work folder; return its history entry.
 
-    ``SOURCE_DATE_EPOCH`` stands for the time now in reproducible builds.
+    ``SOURCE_DATE_EPOCH`` replaces the current time, for reproducible builds.
     """
     event = {"verb": verb, **{key: value for key, value in arguments.items() if value}}
     if sources:
@@ -161,24 +161,24 @@ def publish(
     seconds: dict[str, float] | None = None,
     dense: dict[str, int] | None = None,
 ) -> ChangeReport:
-    """Publish a change: move files into place, write the manifest, then delete what is stale; return its report.
+    """Publish a change: move files into place, write the manifest, delete stale files; return the report.
 
     Parameters
     ----------
     work
-        Folder of the change; holds the new segments.
+        Folder of the change, with the new segments.
     manifest
-        The manifest that the change started from.
+        The manifest that the change starts from.
     kept
-        Segments that stay, under their names.
+        Segments that stay, by name.
     made
-        New segments, under their numbers in the work folder.
+        New segments, by their numbers in the work folder.
     event
-        The change's entry of the history.
+        The change's history entry.
     counts
-        Documents and tokens that the report counts; by default those of `made`.
+        Documents and tokens for the report; by default those of `made`.
     skipped, seconds, dense
-        Of the report.
+        Further fields of the report.
     """
     documents, tokens = counts or (sum(entry.documents for entry in made), sum(entry.tokens for entry in made))
     segments = len(kept) + len(made)
@@ -210,7 +210,7 @@ def publish(
 
 
 class WorkFolder:
-    """The folder of a change in progress.
+    """Folder of a change in progress.
 
     Parameters
     ----------
@@ -224,20 +224,20 @@ class WorkFolder:
 
     @property
     def pulled(self) -> Path:
-        """Folder of what a pull has fetched, which an interrupted one goes on with."""
+        """Folder of fetched files, with which an interrupted pull continues."""
         return self.path / "pull"
 
     def begin(self) -> None:
-        """Delete any earlier work, except for what was pulled."""
+        """Empty the folder, but keep pulled files."""
         self.path.mkdir(exist_ok=True)
         keep_only(self.path, {self.pulled.name})
 
     def end(self) -> None:
-        """Remove the folder."""
+        """Delete the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def abandon(self) -> None:
-        """Delete what a failed change has written, except for what was pulled: it may have filled the disk."""
+        """Delete the files of a failed change, which may have filled the disk, but keep pulled files."""
         with suppress(OSError):
             keep_only(self.path, {self.pulled.name})
             drop_stale_files(self.store, existing_manifest(self.store))
@@ -245,9 +245,9 @@ class WorkFolder:
 
 
 def put_files(work: WorkFolder, names: Iterable[tuple[str, str]]) -> None:
-    """Move finished segments, (number in the work folder, name in the store), and tombstones to their place.
+    """Move tombstones and finished segments (number in the work folder, name in the store) into place.
 
-    Some may have been moved before a kill; a segment whose name is there already is the same.
+    Some may have been moved before the process was killed. A segment that has the same name is the same.
     """
     segments, tombstones = work.store / SEGMENTS, work.store / TOMBSTONES
     for folder in (segments, tombstones):
@@ -264,16 +264,16 @@ def put_files(work: WorkFolder, names: Iterable[tuple[str, str]]) -> None:
 _OURS = re.compile(
     rf"{LOCK}|{WORK}|{SEGMENTS}|{TOMBSTONES}|{DISTILLED}|(?:{MANIFEST}|tokenizer-\w+\.json)(?:\.tmp)?|{CATALOG}"
 )
-"""Names of files that an interrupted first build leaves."""
+"""Names of files that an interrupted first build leaves behind."""
 
 
 def check_folder(store: Path) -> None:
-    """Check that a folder holds neither a store nor anything that no build made, before even a lock is put there.
+    """Check that a folder holds neither a store nor files of others, before even a lock file is created there.
 
     Raises
     ------
     BuildError
-        When there is a store, or files that a build might overwrite.
+        It holds a store, or files that a build might overwrite.
     """
     if existing_manifest(store) is not None:
         raise BuildError(f"to build a datastore at {store}", "there is one", "Use `add`, or choose another folder.")
@@ -284,12 +284,12 @@ def check_folder(store: Path) -> None:
 
 
 Advance = Callable[[float], object]
-"""Called with the number of units of work that are done."""
+"""Called with the number of finished units of work."""
 
 
 @contextmanager
 def progress_bar(name: str, total: int | None, unit: str, shown: bool) -> Iterator[Advance]:
-    """Show a bar with amount and time left, where standard error is a terminal."""
+    """Show a progress bar with amount and time left, if standard error is a terminal."""
     from rich.console import Console  # slow to import: readers of stores need not wait for it
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -306,7 +306,7 @@ def progress_bar(name: str, total: int | None, unit: str, shown: bool) -> Iterat
 
 
 class Stopwatch:
-    """Wall time by stage, with a progress bar per stage when asked for.
+    """Measures wall time by stage, with an optional progress bar per stage.
 
     Parameters
     ----------
@@ -320,7 +320,7 @@ class Stopwatch:
 
     @contextmanager
     def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
-        """Time a stage and show its progress."""
+        """Time a stage, and show its progress."""
         started = time.perf_counter()
         with progress_bar(name, total, unit, self.bars) as advance:
             yield advance

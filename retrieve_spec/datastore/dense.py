@@ -1,4 +1,4 @@
-"""Dense indexes: the positions of a segment where the model's hidden state was similar to a given one.
+"""Dense indexes: find the positions of a segment at which the model's hidden state is similar to a given one.
 
 A key is the hidden state at one token, standardised, reduced by PCA and scaled to length one (DReSD, arXiv 2502.15572);
 similarity is the inner product of keys, their cosine. A key leads to the position of its token, so what followed there
@@ -37,12 +37,12 @@ TRANSFORM = ("dense_mean.bin", "dense_scale.bin", "dense_components.bin")
 DENSE_FILES = (INDEX, POSITIONS, *TRANSFORM)
 _DTYPES = {INDEX: ("|u1",), POSITIONS: ("<u4",)}
 WEIGHTS_SAMPLED = 16
-"""Numbers of each parameter in the fingerprint of a model."""
+"""How many numbers of each parameter the fingerprint of a model includes."""
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
 
 
 class Transform:
-    """From hidden states to keys: standardise, project on principal components, scale to length one.
+    """Turns hidden states into keys: standardise, project on principal components, scale to length one.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class Transform:
         self._offset = np.asarray((mean / scale) @ components, np.float32)
 
     def __call__(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Keys of hidden states, (q, hidden_size) to (q, dims) float32."""
+        """Turn hidden states (q, hidden_size) into keys (q, dims) float32."""
         keys = hidden @ self._weights - self._offset
         norms = np.sqrt(np.einsum("qd,qd->q", keys, keys))
         return np.asarray(keys / np.maximum(norms, 1e-12)[:, None], np.float32)
@@ -67,19 +67,19 @@ class Transform:
 class DenseIndex:
     """Hidden states of one segment's tokens, in files mapped into memory.
 
-    The first search compares the checksums of all of them, whatever their size: FAISS ends the process where numbers of
-    an IVF index are damaged, and only the checksum tells.
+    The first search compares all checksums, whatever the size of the files: a damaged IVF index can make FAISS end the
+    process, and only a checksum detects the damage.
 
     Attributes
     ----------
     layer
         `"last"` (after the final norm) or the number of the layer whose output the keys are.
     dims, hidden_size
-        Of keys and of hidden states.
+        Length of a key, and of a hidden state.
     model
         Fingerprint of the model (`model_fingerprint`).
     positions
-        (count,) uint32, the token of each key, ascending.
+        (count,) uint32, the token position of each key, ascending.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ class DenseIndex:
 
     @property
     def count(self) -> int:
-        """Keys in the index, those of removed documents included."""
+        """Number of keys, including those of removed documents."""
         return len(self.positions)
 
     @cached_property
     def _checked(self) -> dict[str, NDArray[Any]]:
-        """Contents of the files, as they were written."""
+        """Contents of the files, after a comparison of their checksums."""
         for name, array in self._mapped.items():
             check_content(self._folder / name, self._files[name], array)
         return self._mapped
@@ -142,7 +142,7 @@ class DenseIndex:
         return index
 
     def prepare(self) -> None:
-        """Compare the checksums and open the index now rather than at the first search.
+        """Compare the checksums and open the index now instead of at the first search.
 
         Raises
         ------
@@ -164,8 +164,9 @@ class DenseIndex:
         Returns
         -------
         tuple
-            Similarities (q, k) float32, falling, and positions (q, k) int64 in the segment's token array: of the token
-            whose hidden state is similar; its continuation begins one further. Where fewer were found, -1 and -1.
+            Similarities (q, k) float32, descending, and positions (q, k) int64 of the tokens with similar hidden
+            states in the segment's token array; continuations begin at the next position. Both are -1 after the last
+            match.
 
         Raises
         ------
@@ -203,12 +204,12 @@ class DenseIndex:
 
 
 def continuation(segment: Segment, position: int, most: int) -> NDArray[np.int32]:
-    """Token ids that follow a position in its document, (n,) int32 with n ≤ `most`.
+    """Return the token ids that follow a position in its document, (n,) int32 with n ≤ `most`.
 
     Raises
     ------
     StoreCorruptError
-        When the segment is damaged: no document of it has the position, or the text has ids that it does not use.
+        The segment is damaged: no document contains the position, or the text has undefined local ids.
     """
     number = segment.document_of(position)
     if not 0 <= number < len(segment.document_starts) - 1:
@@ -218,9 +219,9 @@ def continuation(segment: Segment, position: int, most: int) -> NDArray[np.int32
 
 
 def model_fingerprint(model: Any) -> str:
-    """Fingerprint of a model: SHA-256 over its configuration and a sample of its weights, in bfloat16.
+    """Return the fingerprint of a model: SHA-256 over its configuration and a sample of its weights, in bfloat16.
 
-    A model loaded in another dtype, or from another place, has the same fingerprint.
+    It does not depend on the dtype of the loaded weights, nor on where they were loaded from.
     """
     import torch
 
@@ -242,12 +243,12 @@ def model_fingerprint(model: Any) -> str:
 
 
 def check_model(record: DenseRecord, model: Any, name: str = "") -> None:
-    """Compare the model of a store's dense indexes with the one at hand.
+    """Check that a store's dense indexes were built with a given model.
 
     Raises
     ------
     ModelMismatchError
-        When it is another one, naming both.
+        They were built with another model; the message names both.
     """
     fingerprint = model_fingerprint(model)
     if fingerprint == record.fingerprint:
@@ -262,38 +263,38 @@ def check_model(record: DenseRecord, model: Any, name: str = "") -> None:
 
 
 def hidden_size_of(model: Any) -> int:
-    """Numbers in a hidden state of a model's text part."""
+    """Return the size of the hidden states of a model's text part."""
     return int(model.config.get_text_config().hidden_size)
 
 
 FLAT_BELOW = 50_000
-"""Number of keys from which an index is approximate."""
+"""Smallest number of keys for which the index is approximate."""
 SCANNED, REFINED = (16, 8), (32, 6)
-"""Parts of a key and bits of each: those that are scanned, and those that rank the best of the scan."""
+"""Parts of a key and bits per part, of the codes that are scanned and of those that re-rank the best matches."""
 CELLS = 4
-"""IVF cells, as a multiple of the square root of the number of keys."""
+"""Number of IVF cells divided by the square root of the number of keys."""
 PROBES, RANKED = 32, 1.5
-"""Cells that are scanned for a query, and how many candidates are ranked for each requested neighbour."""
+"""Cells scanned per query, and candidates re-ranked per requested neighbour."""
 ASKED = 50
-"""Fewest neighbours that FAISS is asked for: it ranks `RANKED` times as many."""
+"""Fewest neighbours requested of FAISS, which re-ranks `RANKED` times as many."""
 _SEED = 1234
 
 
 def _faiss() -> Any:
-    """Import FAISS on first use; its type stubs lack half of it."""
+    """Import FAISS on first use; its type stubs are incomplete."""
     survive_forks()
     return import_module("faiss")
 
 
 def build_index(keys: NDArray[np.float32]) -> Any:
-    """Index keys (n, dims) of length one under their numbers from 0."""
+    """Build an index of keys (n, dims) of length one, numbered from 0."""
     index = _faiss().IndexFlatIP(keys.shape[1]) if len(keys) < FLAT_BELOW else _ivf_pq(keys)
     index.add(keys)
     return index
 
 
 def _ivf_pq(keys: NDArray[np.float32]) -> Any:
-    """A trained, empty IVF index with a re-ranking product quantizer; its distances are 2 - 2 * cosine."""
+    """Return a trained, empty IVF index that re-ranks by a product quantizer; distances are 2 - 2 * cosine."""
     faiss = _faiss()
     count, dims = keys.shape
     cells = int(CELLS * count**0.5)
@@ -318,23 +319,23 @@ def _ivf_pq(keys: NDArray[np.float32]) -> Any:
 
 
 def _divisor(dims: int, most: int) -> int:
-    """Largest number of equal parts of a key, at most `most`."""
+    """Return the largest divisor of a key's length that is at most `most`."""
     return max(parts for parts in range(1, most + 1) if dims % parts == 0)
 
 
 def index_content(index: Any) -> NDArray[np.uint8]:
-    """Return an index as bytes: FAISS itself reports no error when a disk fills up at the end of a file."""
+    """Return an index as bytes: when FAISS writes a file itself, it may not report a full disk."""
     content: NDArray[np.uint8] = _faiss().serialize_index(index)
     return content
 
 
 def open_index(content: NDArray[np.uint8]) -> Any:
-    """Read an index whose arrays stay where they are, in a file mapped into memory; it keeps the content alive.
+    """Open an index in memory-mapped content without copying its arrays; it keeps the content alive.
 
     Raises
     ------
     RuntimeError
-        When it is none, or of a kind that no release made.
+        The content is not an index, or of a kind that no release wrote.
     """
     faiss = _faiss()
     reader = faiss.ZeroCopyIOReader(faiss.swig_ptr(content), len(content))
@@ -347,7 +348,7 @@ def open_index(content: NDArray[np.uint8]) -> Any:
 
 
 def nearest(index: Any, keys: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Similarities (q, k) and numbers (q, k) of the keys in an index most like some (q, dims); -1 after the last."""
+    """Return similarities (q, k) and numbers (q, k) of the keys most similar to (q, dims); -1 after the last."""
     if not isinstance(index, _faiss().IndexIVF):
         similarity, numbers = index.search(keys, k)
         return similarity, numbers

@@ -1,8 +1,7 @@
-"""Building dense indexes for the segments of a change.
+"""Build dense indexes for the segments of a change.
 
-The text is read in windows that overlap, so that every position has context; none crosses the border of a document. Of
-a window only the positions that the one before did not have become keys, and never the last token of a document, which
-nothing follows.
+The model reads the text in overlapping windows within documents, so that every position has context. Only positions
+that the previous window did not contain become keys, and never the last token of a document, which has no continuation.
 """
 
 from __future__ import annotations
@@ -37,31 +36,31 @@ from retrieve_spec.model_layers import decoder_blocks, max_positions
 from retrieve_spec.reference_model import REFERENCE, load_config_and_tokenizer, load_model
 
 Windows = NDArray[np.int64]
-"""(w, 4): first token and end of what the model reads, first and end of the positions that become keys."""
+"""(w, 4): start and end of what the model reads, start and end of the positions that become keys."""
 Part = tuple[Segment, Windows, NDArray[np.bool_]]
-"""A segment, its windows, and (n,) bool, which of its positions become keys."""
+"""A segment, its windows, and (n,) bool: the positions that become keys."""
 
 
 def checked_settings(config: DenseConfig, fingerprint: str) -> DenseConfig:
-    """Settings that can be built, with the place of the model as it is known from every folder.
+    """Check the settings, as far as possible without weights, and make the path of the model absolute.
 
-    Finds out before any text is read what needs no weights.
+    Called before any text is read.
 
     Parameters
     ----------
     config
         Settings as given.
     fingerprint
-        Of the store's tokenizer.
+        Fingerprint of the store's tokenizer.
 
     Raises
     ------
     ModelNotFoundError
-        When there is no such model.
+        There is no such model.
     TokenizerMismatchError
-        When it has another tokenizer.
+        The model has another tokenizer.
     ConfigError
-        When keys would have more numbers than its hidden states have, or it has no such layer.
+        Keys would be longer than hidden states, or the model has no such layer.
     """
     description, tokenizer = load_config_and_tokenizer(config.model)
     if (found := tokenizer_fingerprint(tokenizer)) != fingerprint:
@@ -94,29 +93,29 @@ def add_dense(
     Parameters
     ----------
     work
-        Folder of the change, with the finished segments.
+        Folder of the change, with its finished segments.
     manifest
         The manifest that the change started from.
     entries
         The new segments.
     config
-        What to build.
+        Settings of the indexes.
     watch
-        Times the stages and shows how far they are.
+        Times the stages and shows their progress.
     fresh
-        Nothing of the old store remains, so that the transform is fitted anew and the model may be another.
+        Whether nothing of the old store remains: the transform is then fitted again, and another model is allowed.
 
     Returns
     -------
     tuple
-        The segments with their dense files, what the manifest records, and the report.
+        The segments with their dense files, the manifest's record, and numbers for the report.
 
     Raises
     ------
     ModelMismatchError
-        When the model is not that of the store.
+        The model is not the one that the store's indexes were built with.
     BuildError
-        When hidden states are not finite, or there is nothing to index.
+        Hidden states are not finite, or there is nothing to index.
     """
     model, tokenizer = load_model(config.model)
     record = None if fresh else manifest.dense
@@ -159,8 +158,9 @@ def add_dense(
 def _part(
     work: WorkFolder, manifest: Manifest, entry: SegmentEntry, config: DenseConfig, encoder: HiddenStates, tokens: int
 ) -> Part:
-    """Return a new segment, and its windows and positions that become keys; `tokens` is the number of all new
-    segments.
+    """Open a new segment, and choose its windows and the positions that become keys.
+
+    `tokens` is the number of tokens of all new segments.
     """
     segment = open_segment(work.path / f"segment-{entry.name}", entry, manifest.vocabulary)
     size = encoder.window(config.window)
@@ -170,7 +170,7 @@ def _part(
 
 
 def _own_transform(store: Path, manifest: Manifest) -> Transform | None:
-    """The transform of a store, so that similarities compare, None where it has none yet."""
+    """Return the transform of a store, with which similarities stay comparable; None if it has none yet."""
     for entry in manifest.segments if manifest.dense is not None else ():
         segment = open_segment(store / SEGMENTS / entry.name, entry, manifest.vocabulary, manifest.dense)
         if segment.dense is not None:
@@ -179,11 +179,11 @@ def _own_transform(store: Path, manifest: Manifest) -> Transform | None:
 
 
 BATCH = {"cpu": 1 << 10, "cuda": 1 << 15}
-"""Tokens of one forward pass, by type of device."""
+"""Tokens per forward pass by device type."""
 
 
 class _Caught(Exception):
-    """Raised to end a forward pass where the hidden state is known; no error."""
+    """Raised to end a forward pass as soon as the hidden state is known; not an error."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden = hidden
@@ -197,9 +197,9 @@ class HiddenStates:
     model
         A causal language model.
     layer
-        `"last"`: what its output embeddings read. N ≥ 1: the output of the N-th block.
+        `"last"`: the input of the output embeddings. N ≥ 1: the output of the N-th block.
     prefix
-        Token ids before every text, as the tokenizer puts them (a BOS token, or none).
+        Token ids that the tokenizer puts before every text (a BOS token, or none).
     """
 
     def __init__(self, model: Any, layer: int | str, prefix: Sequence[int] = ()) -> None:
@@ -208,17 +208,17 @@ class HiddenStates:
         self.batch = BATCH.get(model.device.type, BATCH["cuda"])
 
     def window(self, wanted: int) -> int:
-        """Tokens of a window: as wanted, or as many as the model has positions for."""
+        """Return the window's size in tokens, limited by the model's positions."""
         limit = max_positions(self.model) or wanted
         return max(2, min(wanted, limit) - len(self.prefix))
 
     def __call__(self, rows: Sequence[NDArray[Any]]) -> list[NDArray[np.float32]]:
-        """Hidden states (n, hidden_size) of each row of n token ids.
+        """Return hidden states (n, hidden_size) for each row of n token ids.
 
         Raises
         ------
         BuildError
-            When one is NaN or infinite.
+            A hidden state is NaN or infinite.
         """
         longest, first = max(len(row) for row in rows), len(self.prefix)
         ids = np.zeros((len(rows), first + longest), np.int64)  # padded at the end, which no earlier token attends to
@@ -257,14 +257,14 @@ class HiddenStates:
 
 
 def prefix_of(tokenizer: Tokenizer, model: Any) -> list[int]:
-    """Return the BOS token where the tokenizer puts it before every text."""
+    """Return the BOS token if the tokenizer puts it before every text, else nothing."""
     ids = tokenizer.encode("").ids
     bos = getattr(model.config.get_text_config(), "bos_token_id", None)
     return ids[:1] if ids and ids[0] == bos else []
 
 
 def windows_of(starts: NDArray[Any], removed: Sequence[int], size: int, overlap: int) -> Windows:
-    """Cut the documents of a segment, removed ones left out, into windows of at most `size` tokens."""
+    """Cut the documents of a segment, except for removed ones, into windows of at most `size` tokens."""
     found = []
     gone = set(removed)
     for number, (start, end) in enumerate(
@@ -279,12 +279,12 @@ def windows_of(starts: NDArray[Any], removed: Sequence[int], size: int, overlap:
 
 
 def choose_windows(windows: Windows, tokens: int, most: int) -> tuple[Windows, NDArray[np.bool_]]:
-    """Leave out random windows until at most `most` positions of a text of so many tokens are left (0: all).
+    """Choose random windows with at most `most` positions together, of a text of `tokens` tokens (0: all windows).
 
     Returns
     -------
     tuple
-        The windows, in order, and (tokens,) bool, the positions that become keys.
+        The chosen windows, in order, and (tokens,) bool: the positions that become keys.
     """
     counts = windows[:, 3] - windows[:, 2]
     order = np.random.default_rng(0).permutation(len(windows)) if most else np.arange(len(windows))
@@ -298,7 +298,7 @@ def choose_windows(windows: Windows, tokens: int, most: int) -> tuple[Windows, N
 def run_windows(
     encoder: HiddenStates, segment: Segment, windows: Windows, taken: NDArray[np.bool_]
 ) -> Iterator[tuple[NDArray[np.float32], NDArray[np.int64]]]:
-    """Hidden states and positions of the positions taken, batch by batch; windows of like length run together."""
+    """Yield hidden states and positions of the chosen positions; windows of similar length share a batch."""
     order = np.argsort(windows[:, 0] - windows[:, 1], kind="stable")
     at = 0
     while at < len(order):
@@ -312,7 +312,7 @@ def run_windows(
 
 
 def fit_transform(states: Iterator[NDArray[np.float32]], size: int, dims: int) -> Transform:
-    """Fit mean, scale and principal components to hidden states (DReSD: z-scores, then PCA of their covariance)."""
+    """Fit mean, scale and principal components to hidden states (DReSD: z-scores, then PCA of the covariance)."""
     count, total, products = 0, np.zeros(size), np.zeros((size, size))
     shift = None
     for hidden in states:
@@ -346,7 +346,7 @@ def keys_of(
     Returns
     -------
     tuple
-        Keys (n, dims) float32 and their positions (n,) int64, in rising order.
+        Keys (n, dims) float32, and their positions (n,) int64 in ascending order.
     """
     keys, places = [np.empty((0, transform.components.shape[1]), np.float32)], [np.empty(0, np.int64)]
     for hidden, positions in run_windows(encoder, segment, windows, taken):
@@ -364,7 +364,7 @@ def sample_states(
     most: int,
     tick: Callable[[int], object],
 ) -> Iterator[NDArray[np.float32]]:
-    """Hidden states of about `most` positions, in random windows of all segments."""
+    """Return the hidden states of about `most` positions, from random windows of all segments."""
     possible = sum(int(taken.sum()) for _, _, taken in parts)
     for segment, windows, taken in parts:
         share = -(-most * int(taken.sum()) // possible)

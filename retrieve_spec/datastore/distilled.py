@@ -1,4 +1,4 @@
-"""Distilled tables in a store: what a model says after contexts of one to three tokens, and what it was made of."""
+"""Distilled tables of a store: a model's next tokens after contexts of one to three tokens, with their observations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from retrieve_spec.kernels.recycling import MOST, SET, WAYS
 
 _OBSERVED = {"token_ids": "<i4", "lengths": "<i8", "top_ids": "<i4", "probs": "<f2"}
 _DTYPES = {"sets": "<u8", "entries": "<i4", **_OBSERVED}
-"""Files of a table with their dtypes: the table, and the observations that it was made of."""
+"""Files of a table with their dtypes: the table itself, and the observations it was made from."""
 _SET_BYTES = SET * np.dtype(np.uint64).itemsize
 
 
@@ -31,9 +31,9 @@ def keep_distilled(observations: Observations, capacity: int, store: Path, model
     Parameters
     ----------
     observations
-        New observations; the store keeps them, too, so that a later run can add to them.
+        New observations; the store keeps them, so that later runs can add to them.
     capacity
-        The most contexts of the table, a power of two; the most observed ones are kept.
+        Most contexts in the table, a power of two; those observed most often are kept.
     store
         Folder of the store.
     model
@@ -47,7 +47,7 @@ def keep_distilled(observations: Observations, capacity: int, store: Path, model
     Raises
     ------
     BuildError
-        The store cannot be written, and is unchanged.
+        The store cannot be written; it is unchanged.
     StoreCorruptError
         The earlier observations are damaged.
     StoreLockedError
@@ -64,7 +64,7 @@ def keep_distilled(observations: Observations, capacity: int, store: Path, model
 
 
 def take_tables(work: WorkFolder, stores: Iterable[tuple[Path, Manifest]]) -> tuple[DistilledEntry, ...]:
-    """Put the tables of some stores into another one; those of one model become one, with each text counted once.
+    """Copy the tables of some stores to another store; tables of one model are joined, each text counted once.
 
     Raises
     ------
@@ -90,7 +90,7 @@ def take_tables(work: WorkFolder, stores: Iterable[tuple[Path, Manifest]]) -> tu
 
 
 def observed(store: Path, manifest: Manifest, model: str) -> list[Observations]:
-    """Return the observations of a model in a store; empty without any.
+    """Return a store's observations of a model, empty if there are none.
 
     Raises
     ------
@@ -101,12 +101,12 @@ def observed(store: Path, manifest: Manifest, model: str) -> list[Observations]:
 
 
 def mapped(folder: Path, files: dict[str, FileEntry], name: str) -> NDArray[Any]:
-    """Map one of a table's files into memory; raises the errors of `map_array`."""
+    """Map a file of a table into memory; raises the errors of `map_array`."""
     return map_array(folder / name, files[name], (_DTYPES[name],))
 
 
 def _observations(folder: Path, entry: DistilledEntry) -> Observations:
-    """Return the observations of a table, whose checksums are compared."""
+    """Read the observations of a table, and compare their checksums."""
     for name in _OBSERVED:
         check_content(folder / name, entry.files[name])
     token_ids, lengths, top_ids, probs = (mapped(folder, entry.files, name) for name in _OBSERVED)
@@ -115,7 +115,7 @@ def _observations(folder: Path, entry: DistilledEntry) -> Observations:
 
 
 def _write_table(work: WorkFolder, observations: Observations, capacity: int, model: str) -> tuple[DistilledEntry, int]:
-    """Write the table of some observations into a store; return its entry, and the number of its contexts."""
+    """Write the table of observations to a store; return its entry and its number of contexts."""
     contexts = averaged(observations)
     capacity = min(capacity, max(1 << (2 * len(contexts.keys)).bit_length(), WAYS))
     sets, entries = _placed(contexts, capacity)
@@ -129,7 +129,7 @@ def _write_table(work: WorkFolder, observations: Observations, capacity: int, mo
 
 
 def _put(work: WorkFolder, name: str, made: Path) -> None:
-    """Move a finished table to its place in the store; one with the same name there is the same."""
+    """Move a finished table into the store; a table that has the same name there is the same."""
     folder = work.store / DISTILLED
     folder.mkdir(exist_ok=True)
     if (folder / name).is_dir():
@@ -140,7 +140,7 @@ def _put(work: WorkFolder, name: str, made: Path) -> None:
 
 
 def _placed(contexts: Contexts, capacity: int) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
-    """(sets, entries) of a table, as `retrieve_spec.kernels.recycling` reads them."""
+    """Return the sets and entries of a table, as `retrieve_spec.kernels.recycling` reads them."""
     k = contexts.top_ids.shape[1]
     home = ((contexts.keys >> np.uint64(20)) & np.uint64(capacity // WAYS - 1)).astype(np.int64)
     order = np.lexsort((-contexts.counts, home))

@@ -1,4 +1,4 @@
-"""Editing stores: remove documents, compact, merge, and rewrite for another tokenizer."""
+"""Edit stores: remove documents, compact, merge, and convert to another tokenizer."""
 
 from __future__ import annotations
 
@@ -71,25 +71,25 @@ def remove_documents(
     where: str = "",
     progress: bool = False,
 ) -> ChangeReport:
-    """Remove documents from a datastore: nothing is drafted from them any more.
+    """Remove documents from a datastore, so that they are no longer drafted from.
 
-    Their text stays in the token arrays until `compact_datastore`, but no index shows it.
+    Their text stays in the token arrays until `compact_datastore`, but no index finds it.
 
     Parameters
     ----------
     path
         Folder of the store.
     documents
-        Paths as the document tables list them, or globs over them; or files and folders that the documents came from.
+        Paths as listed in the document tables, or globs over them; or files and folders the documents came from.
     where
-        SQL condition over the catalogue's `documents` table, as ``licence like 'GPL%'``.
+        SQL condition on the catalogue's `documents` table, such as ``licence like 'GPL%'``.
     progress
         Show bars on standard error.
 
     Raises
     ------
     BuildError
-        When nothing matches, the condition is no SQL, or the store keeps n-grams only.
+        Nothing matches, the condition is invalid SQL, or the store keeps n-grams only.
     """
     with changing(path, "remove") as (work, _):
         opened = open_as_written(work.store)
@@ -113,9 +113,9 @@ def compact_datastore(
     workers: int | None = None,
     progress: bool = False,
 ) -> ChangeReport:
-    """Rewrite a datastore into the segments that a build would make, without the text of removed documents.
+    """Rewrite a datastore as a build would write it, without the text of removed documents.
 
-    Readers keep what they have opened. Dense indexes are computed anew, by the model they were built with.
+    Open readers keep what they have opened. Dense indexes are computed again with the model they were built with.
 
     Parameters
     ----------
@@ -141,26 +141,26 @@ def merge_datastores(
     *,
     progress: bool = False,
 ) -> ChangeReport:
-    """Join datastores built with one tokenizer into a new one; a text that several hold is listed once.
+    """Merge datastores of one tokenizer into a new one; a text that occurs in several is listed once.
 
-    Segments are reused unchanged, by hard links where the file system has them. With dense indexes all is indexed
-    again, since keys of separately built stores cannot be compared.
+    Segments are reused unchanged, by hard links if the file system has them. With dense indexes, everything is indexed
+    again, since keys of separately built stores are not comparable.
 
     Parameters
     ----------
     out
         Folder to create.
     stores
-        Folders of the stores, or addresses of remotes, in order.
+        Folders or remote addresses of the stores, in order.
     progress
         As for `build_datastore`.
 
     Raises
     ------
     TokenizerMismatchError
-        When their tokenizers differ.
+        Their tokenizers differ.
     BuildError
-        When there is a store at `out` already or no store is given.
+        `out` is a store already, or no store is given.
     """
     target = folder_of(out, "merge into")
     check_folder(target)
@@ -188,12 +188,12 @@ def merge_datastores(
 
 
 def _common_dense(stores: list[Path], manifests: list[Manifest]) -> DenseConfig | None:
-    """Settings of the dense indexes of stores to merge, None where none has any.
+    """Return the settings of the dense indexes of stores to merge, None if no store has any.
 
     Raises
     ------
     BuildError
-        When they differ in model, layer or dims.
+        They differ in model, layer or dims.
     """
     dense = [(s, m, m.dense) for s, m in zip(stores, manifests, strict=True) if m.dense is not None]
     for store, _, record in dense:
@@ -214,9 +214,9 @@ def retokenize_datastore(
     workers: int | None = None,
     progress: bool = False,
 ) -> ChangeReport:
-    """Rewrite a datastore for another tokenizer, from its own text: the sources are not needed.
+    """Convert a datastore to another tokenizer, from its own text; its sources are not needed.
 
-    Dense indexes belong to the model of the old tokenizer; the new store has none.
+    The new store has no dense indexes: they belong to the model of the old tokenizer.
 
     Parameters
     ----------
@@ -248,13 +248,14 @@ Chosen = dict[str, set[int]]
 
 
 def choose_documents(store: Datastore, paths: Sequence[str], where: str) -> Chosen:
-    """Numbers of the documents to remove, by segment: those that have one of the paths, if any is given, and for which
-    the condition holds, if there is one.
+    """Return the numbers of the documents to remove, by segment.
+
+    A document is chosen if it has one of the paths, if any are given, and fulfils the condition, if there is one.
 
     Raises
     ------
     BuildError
-        When neither paths nor a condition is given, or the condition is no SQL.
+        Neither paths nor a condition are given, or the condition is invalid SQL.
     """
     if not paths and not where:
         raise BuildError("documents to remove", "neither paths nor a condition", "Give paths, globs or --where SQL.")
@@ -278,25 +279,25 @@ def choose_documents(store: Datastore, paths: Sequence[str], where: str) -> Chos
 
 
 def _came_from(place: str, source: str, path: str) -> bool:
-    """Whether a document of a source, which is a file or folder, came from a file, or from a folder around it."""
+    """Whether a document of a source (a file or folder) came from a given file or from below a given folder."""
     whole = os.path.join(source, path.partition("#")[0])
     return any(one == place or one.startswith(os.path.join(place, "")) for one in (source, whole))
 
 
 def without(work: WorkFolder, store: Datastore, chosen: Chosen) -> list[SegmentEntry]:
-    """Entries of a store's segments, of which some documents count as removed; what nothing is left of is not listed.
+    """Remove documents from a store's segments; return the entries of segments of which anything is left.
 
     Parameters
     ----------
     work, store
-        The change, and the store, opened as it was written.
+        Folder of the change, and the store, opened by `open_as_written`.
     chosen
-        Documents to remove, by segment; copies of their text that are not listed go too.
+        Documents to remove, by segment; unlisted copies of their text are removed, too.
 
     Raises
     ------
     BuildError
-        When a segment keeps n-grams only and something of it is to stay.
+        A segment keeps n-grams only, and a part of it is to stay.
     """
     chosen = _with_copies(store, chosen)
     kept: list[SegmentEntry] = []
@@ -321,7 +322,7 @@ def without(work: WorkFolder, store: Datastore, chosen: Chosen) -> list[SegmentE
 
 
 def _rewrite_worn(work: WorkFolder, report: ChangeReport, progress: bool) -> ChangeReport:
-    """Rewrite the segments of which a change left too little; return its report with the new number of segments."""
+    """Rewrite segments of which too much was removed; return the report with the new number of segments."""
     manifest = read_manifest(work.store)
     worn = list(filter(is_worn, manifest.segments))
     if not worn:
@@ -331,13 +332,13 @@ def _rewrite_worn(work: WorkFolder, report: ChangeReport, progress: bool) -> Cha
 
 
 def is_worn(entry: SegmentEntry) -> bool:
-    """Whether so much of a segment is removed that it is rewritten; never with a dense index, which takes a model."""
+    """Whether so much of a segment is removed that it is rewritten; never with a dense index, which needs a model."""
     sizes = [file.bytes for name, file in entry.tombstones.items() if name.endswith(f"-{RANKS}{SUFFIX}")]
     return sum(sizes) > 4 * MOST_TOKENS and INDEX not in entry.files
 
 
 def _with_copies(store: Datastore, chosen: Chosen) -> Chosen:
-    """Return the chosen documents and their hidden copies, which have the same text."""
+    """Add the hidden copies of the chosen documents, which have the same text."""
     texts = {
         segment.documents.hashes[number].tobytes()
         for segment in store.segments
@@ -359,7 +360,7 @@ def hiding(
     ranks: NDArray[np.uint32],
     copies: NDArray[np.uint32],
 ) -> SegmentEntry:
-    """Return the entry of a segment with other tombstones, which are written to the work folder."""
+    """Write new tombstones of a segment to the work folder; return its entry with them."""
     arrays = {DOCUMENTS: documents, RANKS: ranks, COPIES: copies}
     files = write_tombstones(work.path / TOMBSTONES, entry.name, arrays)
     hidden, starts = np.union1d(documents, copies).tolist(), segment.document_starts
@@ -371,15 +372,15 @@ def hiding(
 def unite(
     work: WorkFolder, manifest: Manifest, event: dict[str, Any], stores: Sequence[Path], progress: bool
 ) -> ChangeReport:
-    """Publish a store of the segments and distilled tables of other stores.
+    """Publish a store made of the segments and distilled tables of other stores.
 
-    A text that an earlier segment has is a copy, which nothing shows, but for counts of n-grams that are kept without
-    their text. A segment that several stores have is taken once, and what one of them removed of it is removed.
+    If an earlier segment has the same text, a document is a copy and is hidden, except in n-gram counts without text. A
+    segment of several stores is taken once, without anything that one of them removed.
 
     Parameters
     ----------
     work, manifest, event
-        The change, the manifest that it starts from, and its entry of the history.
+        Folder of the change, the manifest that it starts from, and its history entry.
     stores
         Folders of the stores, in order.
     progress

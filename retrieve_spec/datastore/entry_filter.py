@@ -1,18 +1,18 @@
 """Entry filter: decides which files of a folder may enter a store, reads them, and says why the others may not.
 
-The one place where this is decided, for `build`, `add` and `sync` as for a server's workspace:
+`build`, `add`, `sync` and a server's workspace all decide by these rules:
 
 - what git would not commit stays out: ``.gitignore`` of every folder up to the top of the checkout,
   ``.git/info/exclude``, the user's global file, by git's own listing (`git_rules`); ``.ignore`` files count too, and
   folders of tools, caches, environments and build results (where git is not asked) stay out;
 - secrets stay out, by name and by content;
 - generated and minified files stay out;
-- symbolic links stay out, and so does everything behind one: nothing outside the folder is ever read;
+- symbolic links and everything they lead to stay out: nothing outside the folder is ever read;
 - binaries, large files and texts that are neither UTF-8 nor UTF-16 with a byte order mark stay out;
-- with a list of allowed licences, so does everything under another one, or under none that is known (`licences`).
+- with a list of allowed licences, everything under another or an unknown licence stays out (`licences`).
 
-The first three are `PARTS`, which can be switched off each. Two calls are the whole door: `EntryFilter.entries` goes
-through the folder, `EntryFilter.read` opens a file of it. Both answer with a `Reason` where the answer is no.
+The first three are `PARTS`, each of which can be disabled. The interface has two calls: `EntryFilter.entries` lists the
+folder, `EntryFilter.read` reads one of its files. Both return a `Reason` if something may not enter.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ _FILES = (
     "*_history",
 )  # fmt: skip
 _SAMPLES = ("*.example", "*.sample", "*.template", "*.dist")
-"""Files that show what a secret file looks like; what is inside still counts."""
+"""Names of files that show how a secret file looks; their contents are checked all the same."""
 _FOLDERS = frozenset(
     ["secrets", ".secrets", "secret", ".secret", "credentials", ".ssh", ".gnupg", ".aws", ".azure", ".kube", ".docker",
      ".gcloud", "gcloud", ".vault", ".password-store", "private_keys", "private-keys"]
 )  # fmt: skip
 _CODE = frozenset([".py", ".pyi", ".go", ".rs", ".java", ".kt", ".ts", ".tsx", ".js", ".jsx", ".c", ".h", ".cc", ".cpp",
                    ".hpp", ".cs", ".rb", ".php", ".swift", ".scala", ".md", ".rst"])  # fmt: skip
-"""Source code about secrets is no secret: in a folder of secrets only other kinds of files count."""
+"""Source code is exempt in folders of secrets: code about secrets is not secret."""
 _NAME = re.compile("|".join(fnmatch.translate(pattern) for pattern in _FILES))
 _WORD = re.compile(r"(?:credentials|secrets|passwords)\..*")
-"""Names of secrets, or of modules about them."""
+"""Words in names of secrets, and of modules about secrets."""
 _COPY = re.compile(r"(?:\.gz|\.zst|\.bak|\.orig|~)+\Z")
-"""Ends of names of compressed files and of copies: the name before it counts, too."""
+"""Suffixes of compressed files and of copies: the name before the suffix is checked, too."""
 _SAMPLE = re.compile("|".join(fnmatch.translate(pattern) for pattern in _SAMPLES))
 _GUESSES = frozenset(
     ["ArtifactoryDetector", "BasicAuthDetector", "CloudantDetector", "DiscordBotTokenDetector", "IbmCloudIamDetector",
@@ -104,7 +104,7 @@ _PREFIXES = (
     (r"[\w+/=-]", 32, "whsec_ glc_ sntrys_ fm[12][ar]?_ ABSK ops_eyJ IQoJb3JpZ2lu SharedAccessKey= AT(?:ATT|CTT)3"),
     (r"[A-Z0-9]", 58, "AGE-SECRET-KEY-(?:PQ-)?1"),
 )  # fmt: skip
-"""Tokens with a prefix of their own: their characters, their minimum length, and their prefixes."""
+"""Tokens with known prefixes: characters, minimum length, and prefixes."""
 _FORMS = (
     r"glsa_[A-Za-z0-9]{32}_[0-9A-Fa-f]{8}", r"shp(?:at|ca|pa|ss)_[0-9a-fA-F]{32}", r"PMAK-[0-9a-f]{24}-[0-9a-f]{34}",
     r"xapp-\d-[A-Z0-9]+-\d+-[0-9a-z]{32,}", r"dp\.(?:ct|pt|sa|scim|st)\.[A-Za-z0-9.]{40,}", r"atlasv1\.[\w=-]{60,}",
@@ -123,20 +123,20 @@ _TOKEN = re.compile(
     + "|".join([f"(?:{'|'.join(begins.split())}){of}{{{most},}}" for of, most, begins in _PREFIXES] + list(_FORMS))
     + ")"
 )
-"""Tokens with a form of their own that detect-secrets does not know, as their makers and gitleaks describe."""
+"""Tokens of a known form that detect-secrets does not detect, as described by their issuers and gitleaks."""
 _DRAWN = re.compile(
     r"(?<![\w.-])(?:([MNO][\w-]{23,27}\.[\w-]{6}\.[\w-]{27,40})|\d{8,10}:([\w-]{35}))(?![\w.-])"  # Discord, Telegram
 )
-"""What is a token if it is random."""
+"""Text that is a token if it is random."""
 _LONG = re.compile(r"[\w/+=.~$:%-]{20,}")
-"""Where tokens can be: a twentieth of ordinary source, which is searched for all of their forms."""
+"""Places where tokens may occur, a twentieth of ordinary source; only these are searched for all forms."""
 _VALUE = re.compile(r"(?:[:=]>?[ \t]*[\"']?|Bearer +)([A-Za-z0-9+/_-]{32,256}={0,2})(?![\w.(\[+/-])")
 _NAMED = re.compile(
     r"(?i:(?:secret|(?:api|access|account|auth|azure\w*)[_-]?key|(?:access|auth|api|session)[_-]?token|passw(?:or)?d)"
     r"(?:[_-]?(?:access)?[_-]?(?:key|token|value))?[\"']?[ \t]*\Z)"
 )
 _NAME_CHARS = 48
-"""Values, and the names that make a random value a secret within this many characters after them."""
+"""Values, and names that make a random value a secret if it follows within so many characters."""
 _KEY_BLOCK = re.compile(r"BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----|PuTTY-User-Key-File-\d: ")
 _RANDOM_CHARS, _DIFFERENT, _TURNS = 24, 8, 6
 """Characters at the end of a token, how many different ones are no placeholder, and how often what is drawn turns from
@@ -146,7 +146,7 @@ _NO_HOST = re.compile(
     r"|(?:.*\.)?(?:localhost|test|example|invalid)|(?:.*\.)?example\.(?:com|org|net)|host\.docker\.internal"
     r"|127(?:\.\d+){3}|0\.0\.0\.0|::1?|host(?:name)?"
 )
-"""Hosts that are this machine, or none at all (RFC 2606, RFC 6761)."""
+"""Hosts that are the local machine or reserved for examples (RFC 2606, RFC 6761)."""
 _PLACEHOLDER = re.compile(r"[<{$%].*|[\WxX_]+")
 _NO_PASSWORDS = ("password", "passwd", "passw0rd", "pass", "pwd", "pw", "secret", "changeme", "token", "key", "apikey")
 
@@ -171,11 +171,11 @@ _MINIFIED_CHARS = 2000
 _MINIFIED_LINE = 400
 _PROSE = (".txt", ".text", ".md", ".markdown", ".rst", ".adoc", ".org", ".tex")
 _PROSE_SPACES = 0.08
-"""Share of blanks from which a long line of prose is a paragraph."""
+"""Smallest share of blanks for which a long line of prose counts as a paragraph."""
 
 
 def secret_name(path: str | os.PathLike[str]) -> bool:
-    """Whether a file must not be read, by its name and the folders it lies in (a path relative to the top)."""
+    """Whether a file must not be read because of its name or folders (`path` is relative to the top)."""
     *folders, name = os.fspath(path).lower().split(os.sep)
     plain = _COPY.sub("", name)
     if _SAMPLE.match(plain):
@@ -188,7 +188,7 @@ def secret_name(path: str | os.PathLike[str]) -> bool:
 
 
 def secret_text(text: str) -> bool:
-    """Whether a text holds a key or token: those that detect-secrets knows, newer ones, and passwords in addresses."""
+    """Whether a text contains a key, a token (by detect-secrets and newer forms), or a password in an address."""
     long = "\n".join(_LONG.findall(text))
     return (
         any(not _is_example(found) for detector in _detectors() for found in detector.analyze_string(long))
@@ -201,37 +201,37 @@ def secret_text(text: str) -> bool:
 
 
 def _is_named_secret(text: str, found: re.Match[str]) -> bool:
-    """Whether the text before a value names a secret, and the value looks like one."""
+    """Whether a value looks like a secret and the text before it names one."""
     name = text[max(0, found.start() - _NAME_CHARS) : found.start()]
     return (found[0].startswith("Bearer") or _NAMED.search(name) is not None) and _is_drawn(found[1])
 
 
 def _assigns_secret(name: str, text: str) -> bool:
-    """Whether a module assigns a password or key to a variable; in most other files such a match is no secret."""
+    """Whether a module assigns a password or key to a variable; in most other files, such a match is not a secret."""
     detector = KeywordDetector()
     return any(detector.analyze_line(filename=name, line=line, line_number=0) for line in text.splitlines())
 
 
 def _is_token(found: str) -> bool:
-    """Whether what looks like a token is neither a placeholder, such as x's or words, nor a well-known example."""
+    """Whether a text that looks like a token is neither a placeholder, such as x's or words, nor a known example."""
     end = found[-_RANDOM_CHARS:]
     digits = sum(character.isdigit() for character in found[-2 * _RANDOM_CHARS :])
     return len(set(end)) >= _DIFFERENT and digits > 0 and not _is_example(found)
 
 
 def _is_example(found: str) -> bool:
-    """Whether a token is one that documentation shows."""
+    """Whether a token is a known example from documentation."""
     return "EXAMPLE" in found.upper()
 
 
 def _is_drawn(value: str) -> bool:
-    """Whether a value looks random: it often alternates between lower case, upper case and digits."""
+    """Whether a value looks random, that is, often alternates between lower case, upper case and digits."""
     kinds = [(c.isdigit(), c.isupper()) for c in value[-_RANDOM_CHARS:] if c.isalnum()]
     return _is_token(value) and sum(kind != after for kind, after in pairwise(kinds)) >= _TURNS
 
 
 def _is_password(user: str, password: str, host: str) -> bool:
-    """Whether an address has a real password: not one for this machine, nor a placeholder."""
+    """Whether an address contains a real password: neither a placeholder nor for the local machine."""
     place = host.lower().strip("[]").removesuffix(".")
     here = _NO_HOST.fullmatch(place) is not None
     shown = password.lower() in {user.lower(), *_NO_PASSWORDS} or _PLACEHOLDER.fullmatch(password) is not None
@@ -245,31 +245,31 @@ def _detectors() -> tuple[RegexBasedDetector, ...]:
 
 
 def generated_name(name: str) -> bool:
-    """Whether a file of this name, or a copy of one, is made by a program."""
+    """Whether files of this name, or copies of them, are generated by programs."""
     return _GENERATED_NAMES.match(_COPY.sub("", name.lower())) is not None
 
 
 def generated_text(name: str, text: str) -> bool:
-    """Whether a text says that a program wrote it, or has lines that nobody writes; prose may have long lines."""
+    """Whether a text says that it is generated, or has lines too long to be written by hand, except in prose."""
     prose = name.lower().endswith(_PROSE) and text.count(" ") >= _PROSE_SPACES * len(text)
     minified = len(text) > max(_MINIFIED_CHARS, _MINIFIED_LINE * (text.count("\n") + 1))
     return (minified and not prose) or _GENERATED_TEXT.search(text[:_HEAD_CHARS]) is not None
 
 
 PARTS = ("ignored", "generated", "secrets")
-"""Parts of the filter that can be switched off."""
+"""Parts of the filter that can be disabled."""
 RULES = f"{__version__} 7"
-"""Name of these rules; the number changes when they let in other files, and then earlier results do not count."""
+"""Version of these rules; it changes when other files may enter, which invalidates earlier results."""
 MAX_BYTES = 256 << 10
 
 
 def admitted_parts(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the parts of the filter that are disabled, from names that may hold several, separated by commas.
+    """Return the disabled parts of the filter from names, each of which may be several separated by commas.
 
     Raises
     ------
     BuildError
-        When a name is none of `PARTS`.
+        A name is none of `PARTS`.
     """
     found = {name.strip() for given in names for name in given.split(",")} - {""}
     if unknown := sorted(found.difference(PARTS)):
@@ -278,20 +278,20 @@ def admitted_parts(names: Iterable[str]) -> tuple[str, ...]:
 
 
 class EntryFilter:
-    """What of a folder may enter a store.
+    """Decides which files of a folder may enter a store.
 
-    Nothing is kept between two calls but the folder: ignore files may change at any time.
+    No state is kept between two calls, since ignore files may change at any time.
 
     Parameters
     ----------
     root
-        The folder, which is resolved.
+        The folder, resolved.
     max_bytes
         Larger files stay out.
     admit
-        `PARTS` that do not count: what git ignores enters, or generated files, or secrets.
+        Disabled `PARTS`: git's rules, generated files or secrets.
     store
-        Folder of a store that is being made, which is no part of the folder.
+        Folder of a store that is being made, which is left out.
     """
 
     def __init__(
@@ -308,10 +308,10 @@ class EntryFilter:
         self._store = None if store is None else os.path.join(store.resolve(), "")
 
     def entries(self) -> Iterator[tuple[str, os.stat_result | Reason]]:
-        """All that lies below the folder, by its path there, in no order, with what its name, kind and size say.
+        """Yield the files below the folder, in no order: relative path, and its status or the reason to leave it out.
 
-        A folder that is left out as a whole, told by a slash at its end, stands for all that is in it; a datastore is
-        no part of its folder.
+        A folder that is left out as a whole, marked by a slash at its end, stands for all its contents. Datastores in
+        the folder are not listed.
         """
         start = len(os.path.join(self.root, ""))
         for name, reason in look_through(self.root, everything="ignored" in self._admit):
@@ -319,7 +319,7 @@ class EntryFilter:
                 yield name[start:], reason or self.status_of(name)
 
     def read(self, path: Path, compression: str = "") -> str | Reason:
-        """Text of a file that `entries` let pass, with LF lines and no byte order mark; never empty."""
+        """Return the text of a file that `entries` accepted, with LF line ends and no byte order mark; never empty."""
         try:
             with open_packed(path, compression) as file:
                 data = file.read(self.max_bytes + 1)
@@ -333,10 +333,9 @@ class EntryFilter:
         return self.content(path.stem if compression else path.name, text) or text
 
     def content(self, name: str, text: str) -> Reason | None:
-        """Return why a text's content keeps it out, None if nothing does; the name is that of its file, "" for a
-        record.
+        """Return why a text's content may not enter, None if it may; `name` is its file's name, "" for a record.
 
-        Records of a collection are not files: none is generated or minified by its looks.
+        Records are not files, so none counts as generated or minified.
         """
         if not text.strip():
             return Reason.EMPTY
@@ -350,7 +349,7 @@ class EntryFilter:
         return Reason.GENERATED if generated else None
 
     def status_of(self, name: str) -> os.stat_result | Reason:
-        """Return the status of a file below the folder, or why its kind, name or size keep it out."""
+        """Return the status of a file below the folder, or why its kind, name or size leave it out."""
         try:
             status = os.lstat(name)
         except OSError as error:
@@ -369,12 +368,12 @@ class EntryFilter:
 
 
 READ_ERRORS = (OSError, EOFError, UnicodeDecodeError, zlib.error, zstd.ZstdError)
-"""Exceptions of reading a file that is damaged or unreadable."""
+"""Exceptions raised by reading a damaged or unreadable file."""
 
 
 @contextmanager
 def open_packed(path: str | Path, compression: str) -> Iterator[Any]:
-    """Open a file that was listed, by `open_listed`, to read what it holds: of `"gz"` and `"zst"` what is packed."""
+    """Open a listed file by `open_listed` and, for `"gz"` and `"zst"`, decompress it."""
     with open_listed(path) as raw:
         if compression == "gz":
             yield gzip.GzipFile(fileobj=raw)
@@ -385,14 +384,14 @@ def open_packed(path: str | Path, compression: str) -> Iterator[Any]:
 
 
 def reason_of(error: Exception) -> Reason:
-    """Return why a file is left out whose reading raised an error."""
+    """Return the reason for leaving out a file whose reading raised an error."""
     if not isinstance(error, OSError) or error.errno is None:  # of what unpacks it
         return Reason.DAMAGED
     return Reason.LINK if error.errno == errno.ELOOP else Reason.UNREADABLE
 
 
 def decoded(data: bytes) -> str | Reason:
-    """Text of a file, without a byte order mark, or why it has none."""
+    """Decode a file without its byte order mark, or return why it is not text."""
     wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     if not wide and b"\0" in data[:8192]:
         return Reason.BINARY

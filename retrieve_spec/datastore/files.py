@@ -1,4 +1,4 @@
-"""Files of a store: arrays as checksummed raw files on a stable disk, and the memory maps over them."""
+"""Files of a store: arrays in checksummed raw files, written durably, and memory maps of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WRITERS = 8
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What a manifest knows of one file: size in bytes, SHA-256 of its content, dtype of a raw array or ``""``."""
+    """A file's entry in a manifest: size in bytes, SHA-256 of its content, dtype of a raw array or ``""``."""
 
     bytes: int
     sha256: str
@@ -35,7 +35,7 @@ class FileEntry:
 
 @contextmanager
 def explain_read_errors(path: str | Path) -> Iterator[None]:
-    """Turn missing permission or a failing disk into a `StoreError` that says so; other errors stay as they are."""
+    """Raise a `StoreError` for missing permission or a failing disk; other errors are not changed."""
     try:
         yield
     except (StoreError, FileNotFoundError, NotADirectoryError):
@@ -45,12 +45,12 @@ def explain_read_errors(path: str | Path) -> Iterator[None]:
 
 
 def unreadable(path: str | Path, error: OSError) -> StoreError:
-    """Return the error about a file that may not, or cannot, be read."""
+    """Return the error for a file that may not, or cannot, be read."""
     return StoreError(f"to read {path}", error.strerror or str(error), "Check who may read it, and the disk.")
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames inside a folder durable."""
+    """Make renames in a folder durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -59,7 +59,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes | memoryview) -> FileEntry:
-    """Write a file and flush it to disk (not atomic: for files that nothing refers to yet)."""
+    """Write a file and flush it to disk; not atomic, so only for files that nothing refers to yet."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -68,12 +68,12 @@ def write_bytes(path: Path, content: bytes | memoryview) -> FileEntry:
 
 
 def write_files(folder: Path, arrays: Mapping[str, NDArray[Any]]) -> dict[str, FileEntry]:
-    """Write 1-D arrays as raw little-endian values into files of a folder, and flush all to disk.
+    """Write 1-D arrays to files of a folder as raw little-endian values, and flush them to disk.
 
     Returns
     -------
     dict
-        Size, checksum and dtype of each file, by name.
+        Size, checksum and dtype of each file by name.
     """
 
     def write(name: str) -> FileEntry:
@@ -88,10 +88,10 @@ def write_files(folder: Path, arrays: Mapping[str, NDArray[Any]]) -> dict[str, F
 
 
 def replace_file(path: Path, content: bytes, private: bool = False) -> None:
-    """Put a file in place at once: readers see the old content or the new, never a part.
+    """Replace a file atomically and durably: readers see the old or the new content, never a part.
 
-    Nobody else may read a `private` one, unless its owner has let them. Where that fails, as on a full disk, nothing is
-    left.
+    A `private` file can be read by its owner only, unless the owner has changed that. If writing fails, for example on
+    a full disk, nothing is left.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -110,14 +110,14 @@ def replace_file(path: Path, content: bytes, private: bool = False) -> None:
 
 
 def put_in_place(path: Path, write: Callable[[BinaryIO], Any], private: bool = False) -> None:
-    """Write a file that appears only when it is complete, however many processes write it; a crash may lose it.
+    """Write a file atomically, also from several processes; unlike with `replace_file`, a crash may lose it.
 
-    Nobody else may read a `private` one, unless its owner has let them.
+    A `private` file can be read by its owner only, unless the owner has changed that.
 
     Raises
     ------
     OSError
-        It cannot be written; what was there stays.
+        It cannot be written; the old content stays.
     """
     partial = path.with_name(f".{path.name}.{uuid4().hex}")  # containers have equal process ids
     try:
@@ -133,19 +133,20 @@ def put_in_place(path: Path, write: Callable[[BinaryIO], Any], private: bool = F
 
 
 def check_content(path: Path, entry: FileEntry, mapped: NDArray[Any] | None = None) -> None:
-    """Check that a file holds what was written.
+    """Check a file's content against its recorded checksum.
 
     Parameters
     ----------
     path, entry
         The file and its record.
     mapped
-        The file as a scattered array of `map_array`, which is read in its place: another one may lie there by now.
+        The file as mapped by `map_array` for scattered reads, which is checked instead: the file at the path may have
+        been replaced since.
 
     Raises
     ------
     StoreCorruptError
-        When it is missing, or its checksum differs.
+        It is missing, or its checksum differs.
     """
     if mapped is None:
         try:
@@ -161,7 +162,7 @@ def check_content(path: Path, entry: FileEntry, mapped: NDArray[Any] | None = No
 
 
 def link_file(source: Path, target: Path, file: FileEntry) -> None:
-    """Put a file of a store in a second place: as a hard link where possible, otherwise as a checked copy."""
+    """Link a file of a store to a second path, or copy and check it if the file system has no hard links."""
     try:
         os.link(source, target)
     except FileNotFoundError as error:
@@ -174,7 +175,7 @@ def link_file(source: Path, target: Path, file: FileEntry) -> None:
 
 
 def link_files(source: Path, files: dict[str, FileEntry], folder: Path) -> None:
-    """Put files of a store into a new folder, each as `link_file` does."""
+    """Put files of a store into a new folder by `link_file`."""
     folder.mkdir()
     for name, file in files.items():
         link_file(source / name, folder / name, file)
@@ -183,8 +184,10 @@ def link_files(source: Path, files: dict[str, FileEntry], folder: Path) -> None:
 
 @contextmanager
 def read_in_order(array: NDArray[Any]) -> Iterator[None]:
-    """Let the system read ahead in a scattered array of `map_array`: page by page, all of it would take minutes on a
-    slow disk, and several times as long as it need where it lies in memory."""
+    """Let the system read ahead while a mapped array is read as a whole.
+
+    Page by page it would take minutes on a slow disk, and several times as long as necessary in memory.
+    """
     mapped = getattr(array.base, "obj", None)
     if not isinstance(mapped, mmap.mmap):
         yield
@@ -204,16 +207,16 @@ def map_array(
     path, entry
         The file and its record.
     dtypes
-        Those that the array may have.
+        Dtypes that the array may have.
     scattered
-        Whether reads are scattered, so that the system does not read ahead.
+        Whether reads are scattered, so that the system should not read ahead.
     private
-        Whether the array may be altered, in this process alone; pages that are not altered stay shared.
+        Whether the array can be changed, in this process only; unchanged pages stay shared.
 
     Raises
     ------
     StoreCorruptError
-        When the file is missing, its size differs, or it is recorded with another dtype.
+        The file is missing, its size differs, or it is recorded with another dtype.
     """
     if entry.dtype not in dtypes or entry.bytes % np.dtype(entry.dtype).itemsize:
         raise StoreCorruptError(
@@ -239,7 +242,7 @@ def map_array(
 
 
 def open_regular(path: str, flags: int) -> int:
-    """An opener for `open` that waits for no pipe: anything but a regular file is an error."""
+    """Opener for `open` that accepts regular files only and never waits for a pipe."""
     handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -248,10 +251,9 @@ def open_regular(path: str, flags: int) -> int:
 
 
 def open_listed(path: str | Path) -> BinaryIO:
-    """Open a file that was listed in a folder; an error if its path has become, or leads through, a symbolic link
-    since.
+    """Open a file that was listed in a folder; an error if its path has since come to contain a symbolic link.
 
-    So nothing outside of the folder is read, and no pipe is waited for.
+    So nothing outside the folder is read, and no pipe is waited for.
     """
     return open(path, "rb", opener=_open_in_place)
 

@@ -16,13 +16,13 @@ from retrieve_spec.reference_model import check_hub_id, copy_if_silent, known_fo
 
 PREFIX = "sha256:"
 PIECE_CHARS = 1 << 20
-"""Longer texts are encoded in pieces, cut at line ends, so that memory stays bounded."""
+"""Longer texts are cut at line ends and encoded in pieces, which bounds memory."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
-"""Fields of added tokens that affect the text around them."""
+"""Fields of added tokens that affect neighbouring text."""
 
 
 def load_tokenizer(tokenizer: Any) -> Tokenizer:
-    """Get the `tokenizers` backend.
+    """Load a tokenizer as an object of the `tokenizers` library.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ def load_tokenizer(tokenizer: Any) -> Tokenizer:
     Returns
     -------
     tokenizers.Tokenizer
-        Without truncation or padding when read from a file; objects are returned as they are.
+        Without truncation or padding if read from a file; objects are returned unchanged.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def load_tokenizer(tokenizer: Any) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> NDArray[np.uint32]:
-    """Encode a text without special tokens, (n,) uint32."""
+    """Encode a text without special tokens to (n,) uint32."""
     parts = []
     start = 0
     while start < len(text):
@@ -92,15 +92,15 @@ def encode(tokenizer: Tokenizer, text: str) -> NDArray[np.uint32]:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Hash what decides which ids a text gets: normaliser, pre-tokenizer and model, whatever their names.
+    """Hash the parts of a tokenizer that decide a text's ids: normaliser, pre-tokenizer and model.
 
-    Pipelines that are written differently but do the same are equal. Added tokens that the model's vocabulary lacks
-    stay out: chat variants of one model differ in them, and share their stores.
+    Pipelines that are written differently but do the same have equal hashes. Added tokens that are not in the model's
+    vocabulary are left out: chat variants of one model differ in them and share stores.
 
     Parameters
     ----------
     tokenizer
-        As for `load_tokenizer`; a string that is already a fingerprint is returned as it is.
+        As for `load_tokenizer`; a fingerprint is returned unchanged.
 
     Returns
     -------
@@ -118,24 +118,24 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def fingerprint_of(loaded: Tokenizer) -> str:
-    """Return the fingerprint of a tokenizer that is loaded; see `tokenizer_fingerprint`."""
+    """Return the fingerprint of a loaded tokenizer; see `tokenizer_fingerprint`."""
     content = json.dumps(_pipeline(loaded), sort_keys=True, separators=(",", ":"))
     return PREFIX + hashlib.sha256(content.encode()).hexdigest()
 
 
 def is_fingerprint(tokenizer: Any) -> bool:
-    """Whether something is a fingerprint rather than a tokenizer or its place."""
+    """Whether a value is a fingerprint rather than a tokenizer or its path."""
     return isinstance(tokenizer, str) and tokenizer.startswith(PREFIX)
 
 
 def pipeline_differences(one: Tokenizer, other: Tokenizer) -> list[str]:
-    """Return the parts in which the pipelines of two tokenizers differ, by their names in ``tokenizer.json``."""
+    """Return the parts in which two tokenizers' pipelines differ, named as in ``tokenizer.json``."""
     first, second = _pipeline(one), _pipeline(other)
     return sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
 
 
 def _pipeline(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the parts of a tokenizer that decide about ids, in a normal form."""
+    """Return the parts of a tokenizer that decide ids, in a normal form."""
     content = json.loads(tokenizer.to_str())
     model = content["model"]
     vocabulary = model.pop("vocab")
@@ -160,7 +160,7 @@ def _pipeline(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _steps(component: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
-    """Return the steps of a normaliser or pre-tokenizer in order; a sequence of one step equals that step."""
+    """Return the steps of a normaliser or pre-tokenizer; a sequence of one step equals that step."""
     if component is None:
         return []
     if component["type"] == "Sequence":
@@ -169,5 +169,5 @@ def _steps(component: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]
 
 
 def _written(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings without the empty ones, which other versions of the library leave out."""
+    """Return settings without empty ones, which other versions of the library omit."""
     return {name: value for name, value in settings.items() if value not in (None, "", 0.0) or name == "unk_id"}

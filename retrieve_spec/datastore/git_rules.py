@@ -1,8 +1,7 @@
-"""Git rules: which files of a folder git would not ignore, by git itself, or by its ignore files where git cannot be
-run.
+"""Git rules: find the files of a folder that git does not ignore, by git itself or, without git, by its ignore files.
 
-Git is started with nothing of the environment that could point it elsewhere, and with nothing of a checkout's own
-configuration that would run a program.
+Git runs without environment variables that could point it elsewhere, and without settings of a checkout that would run
+a program.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ NEVER = frozenset(
      ".tox", ".nox", "site-packages", ".eggs", ".gradle", ".terraform", ".cache", ".ssh", ".gnupg", ".aws", ".azure",
      ".kube", ".docker", ".password-store", ".idea", ".vscode"]
 )  # fmt: skip
-"""Folders that are never read; nor are virtual environments and datastores, whatever their names."""
+"""Folders that are never read, like virtual environments and datastores of any name."""
 _MACHINERY = frozenset([".git", ".hg", ".svn", "__pycache__"])
-"""Entries that users do not see, and that are not counted when they are left out; `.git` of a worktree is a file."""
+"""Entries that users do not see, and that are left out without being reported; a worktree's `.git` is a file."""
 _BUILT = frozenset(["dist", "build", "target"])
-"""Folders that are read only where git is asked."""
+"""Folders that are read only if git's listing includes them."""
 _ENVIRONMENT = "pyvenv.cfg"
 _KEPT = frozenset(["GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM"])
 _SECONDS = 120
 
 
 class Reason(StrEnum):
-    """Why a file may not enter."""
+    """Reason why a file may not enter."""
 
     LINK = "a symbolic link, or behind one"
     IGNORED = "ignored by git or an ignore file"
@@ -66,31 +65,32 @@ PART_OF = {
     Reason.SECRET_NAME: "secrets",
     Reason.SECRET_TEXT: "secrets",
 }
-"""The part of the filter that gives this reason; the other reasons belong to no part."""
+"""The part of the filter that gives this reason, if one does."""
 
 
 Entry = tuple[str, Reason | None]
 
 
 def look_through(root: Path, *, everything: bool = False) -> Iterator[Entry]:
-    """(path, None or why it is passed over) of what lies below a folder; a folder, told by a slash at its end, stands
-    for all that is in it. Datastores are no part of it.
+    """Yield (path, None or why it is ignored) for everything below a folder, except for datastores.
 
-    Of a folder that lies in a checkout git says what it ignores, of every other one its ignore files do; checkouts
-    inside of it are asked on their own. A folder that git ignores itself is looked into: whoever names it wants it.
+    A folder, marked by a slash at its end, stands for all its contents.
+
+    In a checkout, git says what it ignores; elsewhere, ignore files do. Checkouts inside the folder have rules of their
+    own. A folder that git ignores is listed if it is `root` itself: whoever names it wants it.
 
     Parameters
     ----------
     root
         The folder.
     everything
-        Whether ignore files and the names of folders count for nothing.
+        Whether to disregard ignore files and the names of folders.
     """
     return _walk(str(root), None if everything else _rules_of(root), root, top=True)
 
 
 def _walk(folder: str, rules: Rules | None, root: Path, *, top: bool = False) -> Iterator[Entry]:
-    """`look_through` of a folder below `root` under some rules; no rules: all of it."""
+    """List a folder below `root` as `look_through` does, under rules; without rules, all of it."""
     try:
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.name)
@@ -129,7 +129,7 @@ def _walk(folder: str, rules: Rules | None, root: Path, *, top: bool = False) ->
 
 
 def _is_second_worktree(folder: Path, root: Path) -> bool:
-    """Whether a folder with a `.git` is a linked worktree of a checkout that `root` is in, or that is in it."""
+    """Whether a folder with a `.git` is a linked worktree of a checkout around or inside `root`."""
     try:
         with open(folder / ".git", encoding="utf-8", errors="surrogateescape", opener=open_regular) as file:
             own = folder / file.readline().removeprefix("gitdir:").strip()
@@ -142,12 +142,12 @@ def _is_second_worktree(folder: Path, root: Path) -> bool:
 
 
 def checkout_of(folder: Path) -> Path | None:
-    """Return the checkout that a folder is in, or None."""
+    """Return the checkout that contains a folder, or None."""
     return next((one for one in (folder, *folder.parents) if (one / ".git").exists()), None)
 
 
 def _rules_of(root: Path) -> Rules:
-    """Return the rules for a folder: those of its checkout, unless the checkout ignores the folder itself."""
+    """Return the rules for a folder: those of its checkout, unless that ignores the folder itself."""
     checkout = checkout_of(root)
     if checkout is None:
         return _rules_by_files(root, root)
@@ -166,7 +166,7 @@ def _rules_of(root: Path) -> Rules:
 
 
 def _rules_by_files(top: Path, root: Path) -> Rules:
-    """Return rules by the files that git reads, from the top of a checkout down to the parent of a folder."""
+    """Return rules from the files that git reads, from the top of a checkout down to the parent of a folder."""
     config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     general = [os.path.join(config, "git", "ignore"), os.path.join(top, ".git", "info", "exclude")]
     rules = Rules((".gitignore", ".ignore"), NEVER | _BUILT).joined(str(top), general)
@@ -177,7 +177,7 @@ def _rules_by_files(top: Path, root: Path) -> Rules:
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
-    """Return what git prints; None where it fails or is not installed."""
+    """Return git's output, None if it fails or is not installed."""
     environment = {n: v for n, v in os.environ.items() if not n.startswith("GIT_") or n in _KEPT}
     environment |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     command = ["git", "-c", "core.fsmonitor=false", "-c", "core.untrackedCache=false", "-C", str(folder), *arguments]
@@ -192,18 +192,18 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of a folder: what git lists, where it was asked, and ignore files there and above.
+    """Rules of a folder: git's listing, if available, and ignore files in and above the folder.
 
     Attributes
     ----------
     names
         Names of ignore files.
     tools
-        Names of folders that are not read.
+        Names of folders to leave out.
     listed
-        Paths of all that git lists, and of the folders above; None where it was not asked.
+        Paths that git lists, and their parent folders; None without git.
     specs
-        (folder, rules) of ignore files, from the weakest to the strongest.
+        (folder, rules) of ignore files, in ascending precedence.
     """
 
     names: tuple[str, ...]
@@ -212,16 +212,16 @@ class Rules:
     specs: tuple[tuple[str, GitIgnoreSpec], ...] = ()
 
     def inside(self, folder: str) -> Rules:
-        """Return the rules of a folder, including its own ignore files."""
+        """Return the rules of a subfolder, including its own ignore files."""
         return self.joined(folder, [os.path.join(folder, name) for name in self.names])
 
     def joined(self, folder: str, files: Sequence[str]) -> Rules:
-        """Return these rules, followed by those of some files for a folder."""
+        """Return these rules, followed by those of ignore files of a folder."""
         spec = _read_rules(files)
         return self if spec is None else replace(self, specs=(*self.specs, (folder, spec)))
 
     def ignores(self, path: str, *, folder: bool = False) -> bool:
-        """Whether git does not list a path, or the last rule that matches it ignores it; parents are not considered."""
+        """Whether git does not list a path, or the last matching rule ignores it; its parents are not checked."""
         verdict = False
         for base, spec in self.specs:
             inside = path[len(base) :].lstrip("/") + ("/" if folder else "")
@@ -239,7 +239,7 @@ def _read_rules(files: Iterable[str]) -> GitIgnoreSpec | None:
 
 
 def _is_rule(line: str) -> bool:
-    """Whether a line is a rule: others match nothing, as git has it, and the rest of the file counts."""
+    """Whether a line is a valid rule; git skips invalid lines."""
     try:
         GitIgnoreSpec.from_lines([line])
     except (ValueError, re.error):  # as `!` or `[z-a]`

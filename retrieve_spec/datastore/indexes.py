@@ -1,4 +1,4 @@
-"""Indexes of a segment's text beside its suffix array: n-gram tables and the gram filter."""
+"""Indexes of a segment's text besides its suffix array: n-gram tables and the gram filter."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from retrieve_spec.config import StoreConfig
 from retrieve_spec.kernels import ngram
 
 LOAD = 0.7
-"""Share of slots in use; searches read about two slots on a hit and six on a miss."""
+"""Load factor of a table; a hit reads about two slots, a miss six."""
 _HISTOGRAM = 4096
 _FEW_TABLES = 4
-"""Tables that are searched one by one."""
+"""Number of tables up to which no context filter is made."""
 _SMALL_SLOTS = 1 << 18
 _BUCKETS_EACH = 16
-"""Buckets per context of the largest small table; at most one in so many searches of an order is in vain."""
+"""Filter buckets per context of the largest small table: at most one in so many searches of an order is in vain."""
 _FILTER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class NgramTable:
-    """Contexts of 1 … 5 tokens and what followed them (`retrieve_spec.kernels.ngram` says how they are found).
+    """Contexts of one to five tokens with their continuations; `retrieve_spec.kernels.ngram` describes the layout.
 
     Attributes
     ----------
@@ -41,15 +41,15 @@ class NgramTable:
 
     @property
     def contexts(self) -> int:
-        """Contexts in the table."""
+        """Number of contexts in the table."""
         return int(np.count_nonzero(self.slots[:, ngram.KEY]))
 
     def look_up(
         self, h: np.uint64, vocabulary: int = 1 << 32
     ) -> tuple[int, int, NDArray[Any], NDArray[np.uint32]] | None:
-        """Return what followed the context with a hash: (count, distinct tokens, (k,) top tokens, (k,) their counts).
+        """Look up a context by its hash: (count, distinct continuations, (k,) top tokens, (k,) their counts).
 
-        Ids from `vocabulary` on, which only a damaged table holds, are left out.
+        Ids ≥ `vocabulary`, which occur in damaged tables only, are left out.
         """
         slot = int(ngram.ngram_find(self.slots, h))
         if slot < 0:
@@ -65,7 +65,7 @@ class NgramTable:
 def _choose_min_count(
     histograms: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]], limit: int, width: int
 ) -> int:
-    """Smallest count (≥ 2) a context of two or more tokens must have for the table to fit; order 1 is kept whole."""
+    """Return the smallest minimum count (≥ 2) of contexts of two or more tokens with which the table fits."""
     contexts = np.zeros(_HISTOGRAM + 1, np.int64)
     continuations = np.zeros(_HISTOGRAM + 1, np.int64)
     for order, (c, k) in histograms.items():
@@ -82,7 +82,7 @@ def _choose_min_count(
 
 
 def suffix_beginnings(tokens: NDArray[Any], sa: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return tokens shared and tokens ahead of each suffix (`retrieve_spec.kernels.ngram.suffix_beginnings`)."""
+    """Return shared tokens and following tokens of each suffix (`retrieve_spec.kernels.ngram.suffix_beginnings`)."""
     shared, ahead = np.empty(len(sa), np.uint8), np.empty(len(sa), np.uint8)
     ngram.suffix_beginnings(tokens, sa, shared, ahead)
     return shared, ahead
@@ -91,7 +91,7 @@ def suffix_beginnings(tokens: NDArray[Any], sa: NDArray[Any]) -> tuple[NDArray[n
 def build_grams(
     tokens: NDArray[Any], to_global: NDArray[Any], beginnings: tuple[NDArray[np.uint8], NDArray[np.uint8]]
 ) -> NDArray[np.uint64]:
-    """Gram filter of a segment (`retrieve_spec.kernels.ngram`), (w,) uint64 with w ≥ 1; parameters as for the table."""
+    """Build a segment's gram filter (`retrieve_spec.kernels.ngram`), (w,) uint64; parameters as for `build_ngrams`."""
     words = np.zeros(ngram.count_grams(*beginnings) // ngram.PER_WORD + 1, np.uint64)
     ngram.fill_grams(tokens, to_global, words)
     return words
@@ -104,10 +104,10 @@ def build_ngrams(
     config: StoreConfig,
     beginnings: tuple[NDArray[np.uint8], NDArray[np.uint8]] | None = None,
 ) -> NgramTable:
-    """Count the contexts of a segment and keep as many as fit, the most frequent ones.
+    """Count the contexts of a segment and keep the most frequent ones, as many as fit.
 
-    Contexts of one token are all kept; longer ones from a common minimum count, the smallest (≥ 2) for which the table
-    takes at most ``config.ngram_share`` of the tokens and suffix array, or ``config.ngram_floor`` bytes where that is
+    Contexts of one token are all kept. Longer ones need a minimum count: the smallest (≥ 2) with which the table takes
+    at most ``config.ngram_share`` of the bytes of tokens and suffix array, or ``config.ngram_floor`` bytes if that is
     more.
 
     Parameters
@@ -115,11 +115,11 @@ def build_ngrams(
     tokens, sa
         Local ids and suffix array of the segment.
     to_global
-        (v,) uint32, token id of each local id.
+        (v,) uint32 token id of each local id.
     config
         Limits: orders, continuations per context, size.
     beginnings
-        `suffix_beginnings` of the segment, where it is known.
+        `suffix_beginnings` of the segment, if known.
 
     Returns
     -------
@@ -151,14 +151,14 @@ def build_ngrams(
 
 @dataclass(frozen=True, slots=True)
 class ContextFilter:
-    """Which of the small n-gram tables of a store may hold a context (`retrieve_spec.kernels.ngram`).
+    """Tells which of a store's small n-gram tables may hold a context (`retrieve_spec.kernels.ngram`).
 
     Attributes
     ----------
     marks
-        (buckets, words) uint64; (0, 0) where there are too few tables for a filter.
+        (buckets, words) uint64; (0, 0) if there are too few tables for a filter.
     columns
-        Column of each table, -1 for one that is not small.
+        Column of each table, -1 for tables that are not small.
     """
 
     marks: NDArray[np.uint64]
@@ -166,7 +166,7 @@ class ContextFilter:
 
 
 def filter_contexts(tables: Sequence[NgramTable | None]) -> ContextFilter:
-    """Filter of the contexts of a store's tables, None for a segment without; some milliseconds per million."""
+    """Build the context filter of a store's tables (None: a segment without); takes some ms per million contexts."""
     small = [(i, table) for i, table in enumerate(tables) if table is not None and len(table.slots) <= _SMALL_SLOTS]
     if len(small) < _FEW_TABLES:
         return ContextFilter(np.zeros((0, 0), np.uint64), (-1,) * len(tables))

@@ -1,4 +1,4 @@
-"""Ingestion: listed files are read as texts and records, filtered, and encoded as documents of token ids."""
+"""Ingest listed files: read texts and records, filter them, and encode them as documents of token ids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from retrieve_spec.errors import BuildError
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text still to be read and encoded: a record (of JSON Lines as it is written), or a whole file."""
+    """A text that is still to be read and encoded: a whole file, or a record (of JSON Lines, its undecoded line)."""
 
     file: SourceFile
     path: str
@@ -36,12 +36,12 @@ class Text:
 
 
 def texts_of(files: Iterable[SourceFile], limit: int) -> Iterator[Text]:
-    """Go through files in order: one text per plain file, one per record of JSON Lines and Parquet files.
+    """Yield the texts of files in order: one per plain file, one per record of JSON Lines and Parquet files.
 
     Raises
     ------
     BuildError
-        When a Parquet file is met and pyarrow is not installed.
+        There is a Parquet file, and pyarrow is not installed.
     """
     for file in files:
         try:
@@ -56,7 +56,7 @@ def texts_of(files: Iterable[SourceFile], limit: int) -> Iterator[Text]:
 
 
 def _json_lines(file: SourceFile, limit: int) -> Iterator[Text]:
-    """Records of a file of JSON Lines, or of a part of one, whose lines are read up to so many bytes at once."""
+    """Yield the records of a JSON Lines file, or of a part of one; no more than `limit` bytes of a line are read."""
     with open_packed(file.location, file.compression) as stream:
         stream.seek(file.start)
         end = file.end or (math.inf if file.compression else file.size)  # the rest of the line may never end
@@ -99,7 +99,7 @@ def _parquet(file: SourceFile) -> Iterator[Text]:
 
 
 def read_text(text: Text, entries: EntryFilter) -> tuple[str, str]:
-    """Return the content of a text, and why it may not enter; one of them is empty."""
+    """Return the content of a text and the reason why it may not enter, one of which is empty."""
     file, content, field = text.file, text.record, text.file.source.field
     if text.skip:
         return "", text.skip
@@ -127,16 +127,16 @@ def read_text(text: Text, entries: EntryFilter) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Tokenised:
-    """A document as token ids, or the reason (`skip`) why there are none.
+    """A document as token ids, or the reason why it was skipped.
 
     Attributes
     ----------
     row
-        What is recorded of it.
+        Its entry in the document table.
     ids
         (n,) uint32 token ids.
     skip
-        ``""``, or why it was left out.
+        Why it was skipped, or ``""``.
     """
 
     row: Row
@@ -145,7 +145,7 @@ class Tokenised:
 
 
 def tokenise(files: Iterable[SourceFile], tokenizer: Tokenizer, limit: int) -> Iterator[Tokenised]:
-    """Read and encode files, one result per text, in order.
+    """Read and encode files; yield one result per text, in order.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ def tokenise(files: Iterable[SourceFile], tokenizer: Tokenizer, limit: int) -> I
 
     @cache
     def known(source: Source) -> tuple[str, EntryFilter, LicenceRule | None]:
-        """Of a source: its place, whatever folder it was named in, what decides about its files, allowed licences."""
+        """Cached per source: its resolved path, the filter and the licence rule of its files."""
         place = os.path.realpath(source.path)
         is_folder = os.path.isdir(place)
         top = Path(place) if is_folder else Path(place).parent

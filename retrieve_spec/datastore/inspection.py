@@ -1,4 +1,4 @@
-"""Inspection: whether every byte is as it was built, where a text occurs, and a database of the documents."""
+"""Inspect stores: verify every byte, search for a text, and write a database of the documents."""
 
 from __future__ import annotations
 
@@ -55,24 +55,24 @@ _SLOTS, _GRAMS = f"ngram_slots{SUFFIX}", f"grams{SUFFIX}"
 
 
 def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) -> dict[str, Any]:
-    """Check a datastore completely: checksums, and whether the arrays belong together.
+    """Verify a datastore completely: compare checksums, and check that its arrays are consistent.
 
     Parameters
     ----------
     path
-        Folder of the store; of the address of a remote, the checksums of all files there are compared.
+        Folder of the store, or address of a remote, whose files are compared with their checksums.
     progress
         Show a bar on standard error.
 
     Returns
     -------
     dict
-        ``segments``, ``documents``, ``tokens``, ``files`` and ``bytes`` that were checked.
+        Numbers of checked ``segments``, ``documents``, ``tokens``, ``files`` and ``bytes``.
 
     Raises
     ------
     StoreCorruptError
-        Naming the first file or rule that does not hold.
+        Something is damaged; the message names the first such file or rule.
     StoreNotFoundError, StoreIncompleteError, StoreVersionError
         As `open_datastore`.
     """
@@ -130,7 +130,7 @@ def _rising(array: NDArray[Any]) -> bool:
 
 
 def _check_text(segment: Segment, entry: SegmentEntry, config: StoreConfig) -> None:
-    """Documents and vocabulary; where the text is kept, that indexing it makes the arrays that there are."""
+    """Check documents and vocabulary, and that indexing the text again gives the same arrays."""
     starts, ids = segment.document_starts, segment.to_global
     _require(starts[0] == 0 and (np.diff(starts.astype(np.int64)) > 1).all(), segment, "rising document starts")
     _require(ids[0] == 0 and _rising(ids[1:]), segment, "rising token ids")
@@ -151,7 +151,7 @@ def _check_text(segment: Segment, entry: SegmentEntry, config: StoreConfig) -> N
 
 
 def _check_dense(segment: Segment, dense: DenseIndex) -> None:
-    """Keys of tokens that something follows, each once, and a transform and an index that answer."""
+    """Check that keys belong to different tokens that have a continuation, and that searches work."""
     positions, tokens = dense.positions.astype(np.int64), np.asarray(segment.tokens)
     inside = len(positions) > 0 and int(positions[-1]) < len(tokens) - 1 and _rising(positions)
     _require(inside, segment, "dense keys of different positions in the text")
@@ -161,7 +161,7 @@ def _check_dense(segment: Segment, dense: DenseIndex) -> None:
 
 
 def _check_tombstones(store: Path, segment: Segment, entry: SegmentEntry) -> None:
-    """What counts as removed: documents of the segment, exactly their suffixes, and the counts of what is left."""
+    """Check that removed documents exist, and that exactly their suffixes are hidden and the counts are right."""
     found = tombstones_of(store, entry)
     starts, documents = segment.document_starts, len(segment.documents)
     _require(all(map(_rising, found.values())), segment, "rising tombstones")
@@ -176,19 +176,19 @@ def _check_tombstones(store: Path, segment: Segment, entry: SegmentEntry) -> Non
 
 MAX_READS = 1024
 SPAN = 16
-"""Tokens of a continuation."""
+"""Default length of continuations in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One place of a store where a match occurs.
+    """A place of a store where a match occurs.
 
     Attributes
     ----------
     segment, position
-        Index of the segment, and the first token of the match there.
+        Index of the segment, and position of the match's first token.
     document, continuation
-        The document, and what follows the match.
+        The document's row, and the text after the match.
     """
 
     segment: int
@@ -199,22 +199,22 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The matches of a text in a store.
+    """Matches of a text in a store.
 
     Attributes
     ----------
     tokens
-        Tokens of the text.
+        Number of the text's tokens.
     matched
-        Tokens at its end that occur in the store, as many as possible.
+        Number of tokens in the longest suffix of the text that occurs in the store.
     text
-        The matched end of the text.
+        The matched suffix.
     count
-        How often it occurs (drafting documents only).
+        How often it occurs in documents that are not removed.
     continuations
-        ``(token as text, count)``, most frequent first; estimated from a sample where there are many.
+        ``(token as text, count)``, most frequent first; estimated from a sample if there are many.
     occurrences
-        Places, spread evenly over the matches.
+        Some of the matches, evenly spread.
     """
 
     tokens: int
@@ -226,23 +226,23 @@ class SearchResult:
 
 
 def search_datastore(store: Datastore, text: str, *, limit: int = 10, span: int = SPAN) -> SearchResult:
-    """Find the longest end of a text that occurs in a store.
+    """Find the longest suffix of a text that occurs in a store.
 
     Parameters
     ----------
     store
         An open store that keeps its text.
     text
-        What to look for; encoded with the store's tokenizer.
+        Text to search for; encoded with the store's tokenizer.
     limit
-        Continuations and occurrences to return at most.
+        Most continuations and occurrences to return.
     span
-        Tokens of each occurrence's continuation.
+        Number of tokens of each occurrence's continuation.
 
     Returns
     -------
     SearchResult
-        With ``matched == 0`` when not even the last token occurs.
+        ``matched`` is 0 if not even the last token occurs.
     """
     ids, decode = np.array(store.tokenizer.encode(text, add_special_tokens=False).ids, np.int64), store.tokenizer.decode
     found = [_longest(segment, ids) for segment in store.segments]
@@ -285,13 +285,13 @@ def _longest(segment: Segment, ids: NDArray[np.int64]) -> tuple[int, int, int]:
 
 
 def _shown(segment: Segment, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many suffixes of the intervals between rising bounds stand for themselves, not for a hidden one."""
+    """Count the suffixes in the intervals between ascending bounds that are not replaced by a neighbour."""
     shown: NDArray[np.int64] = np.diff(bounds) - np.diff(np.searchsorted(segment.hidden, bounds))
     return shown
 
 
 def _place(store: Datastore, index: int, position: int, last: int, span: int) -> Place:
-    """Return a position of a segment as a `Place`, with what follows the last token of the match there."""
+    """Return a match in a segment as a `Place`, with the text after it."""
     following = continuation(store.segments[index], last, span).tolist()
     text = store.tokenizer.decode(following, skip_special_tokens=False)
     return Place(index, position, store.document_at(index, position), text)
@@ -314,9 +314,9 @@ _NOT_NULL = {"segment", "number", "path", "start", "tokens", "removed"}
 
 
 def write_catalog(path: str | os.PathLike[str]) -> Path:
-    """Make the catalogue of a datastore: an SQLite database of its documents that a person can open.
+    """Write the catalogue of a datastore: an SQLite database of its documents for people to query.
 
-    It is a view and never the truth: nothing that drafts reads it, and it can be deleted at any time.
+    It is a copy: drafting does not read it, and it can be deleted at any time.
 
     Parameters
     ----------
@@ -326,14 +326,14 @@ def write_catalog(path: str | os.PathLike[str]) -> Path:
     Returns
     -------
     Path
-        ``catalog.sqlite`` in the store, in place of an older one: table `documents` with full-text search over paths.
+        ``catalog.sqlite`` in the store, which replaces an older one: table `documents`, with full-text search of paths.
 
     Raises
     ------
     StoreError
         As `open_datastore`.
     BuildError
-        When the database cannot be written; nothing is left of it then.
+        The database cannot be written; nothing is left of it.
     """
     store = open_datastore(path)
     with closing(sqlite3.connect(":memory:")) as connection:
@@ -348,7 +348,7 @@ def write_catalog(path: str | os.PathLike[str]) -> Path:
 
 
 def list_documents(connection: sqlite3.Connection, documents: Iterable[Document]) -> Any:
-    """Make the table `documents` in a database, as sqlite-utils has tables."""
+    """Create the table `documents` in a database of sqlite-utils."""
     from sqlite_utils import Database  # takes longer to import than a change of a store to make
 
     table = Database(connection).table("documents")

@@ -1,9 +1,9 @@
-"""Licence rule: the licence of a file, and whether it is allowed.
+"""Licence rule: find the licence of a file, and decide whether it is allowed.
 
-A file's own ``SPDX-License-Identifier`` lines count first, then the licence files of the nearest folder that has some,
-up to the top of the checkout or of the source, then what the user states for the whole source. identify recognises
-licences by their texts. Where any of these is there but not understood, the licence is unknown: nothing enters by a
-guess.
+A file's ``SPDX-License-Identifier`` lines come first, then the licence files of the nearest folder that has any, up to
+the top of the checkout or source, then the licence that the user states for the whole source. The package identify
+recognises licences by their texts. If any of these is present but not understood, the licence is unknown: there is no
+guessing.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _LICENCE_FILE = re.compile(
     r"(?:licen[cs]es?|copying\d*|unlicense|eula)(?:[-_. ].*)?|.*[-_.]licen[cs]e(?:\.(?:txt|md|rst|html|rtf))?",
     re.IGNORECASE,
 )
-"""Names of licence files. Each counts: one that is not understood leaves the licence unknown."""
+"""Names of licence files. If any of them is not understood, the licence is unknown."""
 _PROSE = {"text", "plain-text", "markdown", "rst", "html"}
 _EITHER = {"MIT", "Apache-2.0"}
-"""Licences whose files side by side are alternatives by custom; of any others both apply."""
+"""Licences that are customarily alternatives if both files are present; of all others, both apply."""
 _STATED = {
     "mit license": "MIT",
     "apache software license": "Apache-2.0",
@@ -46,7 +46,7 @@ _STATED = {
     "the unlicense (unlicense)": "Unlicense",
     "zlib/libpng license": "Zlib",
 }
-"""Names that packages give for one licence."""
+"""Common names of licences by SPDX identifier."""
 _COPYRIGHT = re.compile(r"^\s*(?:copyright|\(c\)) .*$", re.IGNORECASE | re.MULTILINE)
 _MEANING = frozenset(
     ["academic", "agreement", "any", "attribution", "ban", "charge", "commercial", "commercially", "consent",
@@ -57,18 +57,18 @@ _MEANING = frozenset(
      "purposes", "redistribute", "research", "restricted", "restriction", "revocable", "revoke", "royalty", "sell",
      "shall", "solely", "sublicense", "terminate", "unless", "use", "without", "written"]
 )  # fmt: skip
-"""Words that decide what a licence allows: where it has more or fewer of them, it is another one."""
+"""Words that decide what a licence allows: a text with more or fewer of them is another licence."""
 UNKNOWN = ""
 _spdx = cache(get_spdx_licensing)
 
 
 def allow_list(names: Iterable[str]) -> tuple[str, ...]:
-    """SPDX identifiers of the allowed licences, from names that may hold several with commas between.
+    """Return the SPDX identifiers of allowed licences from names, each of which may be several separated by commas.
 
     Raises
     ------
     BuildError
-        When a name is no SPDX identifier.
+        A name is not an SPDX identifier.
     """
     found = []
     for name in (part.strip() for given in names for part in given.split(",")):
@@ -83,7 +83,7 @@ def allow_list(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def canonical(expression: str) -> str:
-    """An SPDX expression as it is usually written, or `UNKNOWN`; GNU licences by their newer names."""
+    """Return an SPDX expression in canonical form, or `UNKNOWN`; GNU licences get their newer names."""
     try:
         parsed = _spdx().parse(_STATED.get(expression.lower(), expression), validate=True, strict=True)
     except ExpressionError:
@@ -92,13 +92,13 @@ def canonical(expression: str) -> str:
 
 
 def _symbols(expression: str) -> list[Any]:
-    """Licences of an expression, each with its exception."""
+    """Return the licences of an expression, each with its exception."""
     found: list[Any] = _spdx().license_symbols(expression, decompose=False)
     return found
 
 
 def allows(allowed: Sequence[str], expression: str) -> bool:
-    """Whether a text under a canonical SPDX expression may be taken under some of the allowed licences.
+    """Whether a canonical SPDX expression is satisfied by the allowed licences.
 
     An exception only adds permissions, and "or later" includes the version it names.
     """
@@ -113,14 +113,14 @@ def _is_allowed(allowed: Sequence[str], licence: Any) -> bool:
 
 
 def own_licence(text: str) -> str | None:
-    """Expression of a text's own SPDX lines, `UNKNOWN` where they are not understood, None without any."""
+    """Return the licence of a text's own SPDX lines: `UNKNOWN` if not understood, None without any."""
     head = text[:_HEAD_CHARS]
     found = [canonical(line[1]) for line in _SPDX.finditer(head) if not _is_quoted(head[: line.start()])]
     return _all_of(found) if found else None
 
 
 def _is_quoted(before: str) -> bool:
-    """Whether the position after some text is inside a string or a block of code."""
+    """Whether the position after a text is inside a string or a block of code."""
     opened, start = "", 0
     for quotes in _QUOTES.finditer(before):
         if not opened:
@@ -137,21 +137,21 @@ def _all_of(found: Sequence[str], join: str = " AND ") -> str:
 
 
 def is_licence_file(name: str) -> bool:
-    """Whether a file is a licence file by its name; code and data of such a name are not."""
+    """Whether a file is a licence file by its name, and is neither code nor data."""
     return _LICENCE_FILE.fullmatch(name) is not None and tags_from_filename(name) <= _PROSE
 
 
 class LicenceRule:
-    """Which licences are allowed, and which licence the files of a folder have.
+    """Finds the licences of a folder's files, and decides whether they are allowed.
 
     Parameters
     ----------
     root
-        The folder, resolved; outside of a checkout nothing above it is read.
+        The folder, resolved; outside a checkout, nothing above it is read.
     allowed
         From `allow_list`.
     stated
-        Licence of files without one of their own.
+        Licence of files that have none of their own.
     """
 
     def __init__(self, root: Path, allowed: Sequence[str], stated: str = "") -> None:
@@ -160,19 +160,19 @@ class LicenceRule:
         self._folders: dict[Path, str | None] = {}
 
     def licence(self, path: Path | None, own: str | None) -> str:
-        """Licence of a file whose own lines say `own` (`own_licence`); a text that is no file has no path."""
+        """Return a file's licence; `own` is its `own_licence`, and texts that are not files have no path."""
         if own is None and path is not None:
             own = self._nearest(path.parent)
         return self._stated if own is None else own
 
     def refuses(self, expression: str) -> Reason | None:
-        """Why a text under this licence may not enter, None if it may."""
+        """Return why a text under a licence may not enter, None if it may."""
         if allows(self.allowed, expression):
             return None
         return Reason.LICENCE if expression else Reason.NO_LICENCE
 
     def _nearest(self, folder: Path) -> str | None:
-        """What the licence files of a folder say, or of the nearest above it that has some; None where none has."""
+        """Return the licence by the licence files of a folder, or of its nearest parent that has any; else None."""
         if folder not in self._folders:
             top = checkout_of(folder) or self._root
             said = _folder_licence(folder, top)
@@ -181,7 +181,7 @@ class LicenceRule:
 
 
 def _folder_licence(folder: Path, top: Path) -> str | None:
-    """What the licence files of one folder say together, None where there are none."""
+    """Return the licence by all licence files of one folder, None without any."""
     try:
         names = sorted(filter(is_licence_file, os.listdir(folder)))
     except OSError:
@@ -193,7 +193,7 @@ def _folder_licence(folder: Path, top: Path) -> str | None:
 
 
 def _file_licence(path: Path, top: Path) -> str:
-    """Return the licence whose text a file holds; a link is followed inside the checkout."""
+    """Return the licence whose text a file contains; links inside the checkout are followed."""
     try:
         place = path.resolve(strict=True)
         if not place.is_file() or place.stat().st_size > _MOST_BYTES or not place.is_relative_to(top):
@@ -206,12 +206,12 @@ def _file_licence(path: Path, top: Path) -> str:
 
 @cache
 def _texts() -> dict[str, str]:
-    """Texts of licences by identifier."""
+    """Return the texts of licences by identifier."""
     return dict(LICENSES)
 
 
 def _means(text: str, licence: str) -> bool:
-    """Whether a text that is nearly that of a licence has the same decisive words; names may differ."""
+    """Whether a text that is similar to a licence's has the same decisive words; names may differ."""
     counts = (Counter(re.findall(r"[a-z]+", _COPYRIGHT.sub("", each).lower())) for each in (text, licence))
     ours, wanted = ({word: count[word] for word in _MEANING} for count in counts)
     return ours == wanted

@@ -24,7 +24,7 @@ from retrieve_spec.errors import (
 )
 
 FORMAT_VERSION = 4
-"""Format of a store with distilled tables; versions that do not know these refuse it, where they would drop them."""
+"""Format of stores with distilled tables; versions of the library that do not know them refuse it."""
 _WITHOUT_TABLES = 3
 MANIFEST = "manifest.json"
 CATALOG = "catalog.sqlite"
@@ -34,10 +34,10 @@ TOMBSTONES = "tombstones"
 DISTILLED = "distilled"
 GONE = ".gone"
 _ESCAPED = "backslashreplace"
-"""Error handler for paths that are not UTF-8: they are written as JSON escapes."""
+"""Error handler for paths that are not UTF-8, which become JSON escapes."""
 _REBUILD = "Restore it from a copy, or build the store again."
 MOST_EVENTS = 32
-"""Most changes that a history keeps."""
+"""Most changes in a history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +47,17 @@ class SegmentEntry:
     Attributes
     ----------
     name
-        Folder below ``segments``: a hash of what its files hold (`content_name`).
+        Folder below ``segments``, named by the hash of its files (`content_name`).
     documents, tokens
-        Documents and tokens that can be drafted from (removed ones do not count).
+        Documents and tokens that can be drafted from; removed ones are not counted.
     added_at
-        UTC time at which it joined the store.
+        UTC time at which it was added to the store.
     origins
-        (licence, source) pairs that its document table numbers.
+        (licence, source) pairs, to whose numbers its document table refers.
     files
         Files of the folder by name.
     tombstones
-        Files below ``tombstones`` that say what of it counts as removed, by name; none where nothing does.
+        Files below ``tombstones`` that list what is removed of it, by name; empty if nothing is.
     """
 
     name: str
@@ -71,16 +71,16 @@ class SegmentEntry:
 
 @dataclass(frozen=True, slots=True)
 class DistilledEntry:
-    """What one model says after short contexts (`retrieve_spec.datastore.distilled`).
+    """Table of one model's next tokens after short contexts (`retrieve_spec.datastore.distilled`).
 
     Attributes
     ----------
     name
-        Folder below ``distilled``: a hash of what its files hold (`content_name`).
+        Folder below ``distilled``, named by the hash of its files (`content_name`).
     model
         Fingerprint of the model (`model_fingerprint`).
     tokens
-        How many it wrote and read.
+        Number of tokens that the model generated and read.
     files
         Files of the folder by name.
     """
@@ -92,23 +92,23 @@ class DistilledEntry:
 
 
 def content_name(files: dict[str, FileEntry]) -> str:
-    """Name of a folder of files: equal files, equal name."""
+    """Return the name of a folder of files, a hash of their names and contents."""
     lines = (f"{name} {entry.bytes} {entry.sha256} {entry.dtype}\n" for name, entry in sorted(files.items()))
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
 class DenseRecord:
-    """What the dense indexes of a store were built with.
+    """Model and settings that the dense indexes of a store were built with.
 
     Attributes
     ----------
     model, fingerprint
-        Name or folder the model was loaded from, and `model_fingerprint` of it.
+        Name or folder from which the model was loaded, and its `model_fingerprint`.
     layer
-        `"last"` (after the final norm), or the number of the layer whose output the keys are.
+        `"last"` (after the final norm), or the number of the layer whose outputs are the keys.
     dims, hidden_size
-        Numbers of a key, and of a hidden state.
+        Length of a key, and of a hidden state.
     """
 
     model: str
@@ -120,29 +120,29 @@ class DenseRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything a reader has to know before it opens a store.
+    """Contents of a store: everything needed to open it.
 
     Attributes
     ----------
     fingerprint
-        Of the tokenizer (`tokenizer_fingerprint`).
+        Fingerprint of the tokenizer (`tokenizer_fingerprint`).
     tokenizer
-        The copy of the tokenizer that lies in the store.
+        The tokenizer's copy in the store.
     vocabulary
-        Ids are below this number.
+        Token ids are below this number.
     config
-        Settings (`StoreConfig`) of the first build, which later changes keep to.
+        Settings (`StoreConfig`) of the first build, which later changes use, too.
     segments
-        In order; their counts add up.
+        The segments, in order; their counts add up.
     generation
-        Grows with every change of the store.
+        Increases with every change of the store.
     history
-        One entry per change, the last `MOST_EVENTS`: verb, time, version, sources or arguments, counts, what was
-        skipped and why.
+        One entry per change, at most the last `MOST_EVENTS`: verb, time, version, sources or arguments, counts, and
+        what was skipped and why.
     dense
-        What its dense indexes were built with, or None where there are none.
+        How its dense indexes were built, None without any.
     distilled
-        Tables of what models say, at most one of each model.
+        Distilled tables, at most one per model.
     """
 
     fingerprint: str
@@ -157,27 +157,27 @@ class Manifest:
 
     @property
     def tokenizer_name(self) -> str:
-        """File name of the copy of the tokenizer: by content, so that a store can change to another one at once."""
+        """File name of the tokenizer's copy: a content hash, so that a store can change its tokenizer atomically."""
         return f"tokenizer-{self.tokenizer.sha256[:12]}.json"
 
     @property
     def documents(self) -> int:
-        """Documents that can be drafted from."""
+        """Number of documents that can be drafted from."""
         return sum(segment.documents for segment in self.segments)
 
     @property
     def tokens(self) -> int:
-        """Tokens that can be drafted from."""
+        """Number of tokens that can be drafted from."""
         return sum(segment.tokens for segment in self.segments)
 
     @property
     def bytes(self) -> int:
-        """Size of the segments' arrays."""
+        """Size of the segments' arrays in bytes."""
         return sum(entry.bytes for segment in self.segments for entry in segment.files.values())
 
     @property
     def content(self) -> str:
-        """SHA-256 over what the store is made of: equal stores, equal text in equal order, and equal tables."""
+        """SHA-256 of the store's contents; equal for equal texts in equal order with equal tables."""
         lines = [
             f"{segment.name} {' '.join(sorted(entry.sha256 for entry in segment.tombstones.values()))}"
             for segment in self.segments
@@ -186,7 +186,7 @@ class Manifest:
         return hashlib.sha256("\n".join([self.fingerprint, *lines]).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """JSON object with the format version and a checksum over the rest."""
+        """Return a JSON object with the format version and a checksum of the rest."""
         body = {
             "format": FORMAT_VERSION if self.distilled else _WITHOUT_TABLES,
             "documents": self.documents,
@@ -204,12 +204,12 @@ def _checksum(body: dict[str, Any]) -> str:
 
 
 def write_manifest(store: Path, manifest: Manifest) -> None:
-    """Replace the manifest atomically; from then on the store is what it lists."""
+    """Replace the manifest atomically, which makes a change take effect."""
     replace_file(store / MANIFEST, content_of(manifest))
 
 
 def files_of(manifest: Manifest) -> Iterator[tuple[str, FileEntry]]:
-    """Every file that a store drafts from: its place below the folder, and its record."""
+    """Yield every file that a store consists of: its path below the folder, and its record."""
     yield manifest.tokenizer_name, manifest.tokenizer
     for entry in manifest.segments:
         for name, file in sorted(entry.files.items()):
@@ -222,7 +222,7 @@ def files_of(manifest: Manifest) -> Iterator[tuple[str, FileEntry]]:
 
 
 def content_of(manifest: Manifest) -> bytes:
-    """The file that holds a manifest."""
+    """Return the content of a manifest's file."""
     return json.dumps(manifest.to_json(), indent=1, ensure_ascii=False).encode("utf-8", _ESCAPED)
 
 
@@ -232,15 +232,15 @@ def read_manifest(store: Path) -> Manifest:
     Raises
     ------
     StoreNotFoundError
-        When there is no store at the path.
+        There is no store at the path.
     StoreIncompleteError
-        When its first build was interrupted.
+        Its first build was interrupted.
     StoreVersionError
-        When another version of this library wrote it.
+        Another version of this library wrote it.
     StoreCorruptError
-        When the manifest was altered or cut.
+        The manifest is damaged.
     StoreError
-        When it may not be read.
+        It may not be read.
     """
     path = store / MANIFEST
     try:
@@ -253,7 +253,7 @@ def read_manifest(store: Path) -> Manifest:
 
 
 def manifest_of(content: bytes, path: str | Path) -> Manifest:
-    """The manifest that a file holds; errors are those of `read_manifest`."""
+    """Parse the content of a manifest's file; errors are those of `read_manifest`."""
     try:
         raw = json.loads(content)
     except ValueError as error:
@@ -283,7 +283,7 @@ def manifest_of(content: bytes, path: str | Path) -> Manifest:
 
 
 def entry_of(record: dict[str, Any]) -> SegmentEntry:
-    """A segment's entry from its JSON form."""
+    """Return a segment's entry from its JSON form."""
     pairs = tuple((licence, source) for licence, source in record["origins"])
     kinds = ("files", "tombstones")
     return SegmentEntry(**{**record, "origins": pairs, **{kind: _files(record[kind]) for kind in kinds}})
@@ -294,7 +294,7 @@ def _files(record: dict[str, dict[str, Any]]) -> dict[str, FileEntry]:
 
 
 def _missing(store: Path) -> StoreNotFoundError | StoreIncompleteError:
-    """Return the error about a folder without a manifest."""
+    """Return the error for a folder without a manifest."""
     if (store / WORK).is_dir():
         return StoreIncompleteError(
             f"a finished datastore at {store}",
@@ -309,12 +309,12 @@ def _missing(store: Path) -> StoreNotFoundError | StoreIncompleteError:
 
 
 def existing_manifest(store: Path) -> Manifest | None:
-    """Return the manifest of a store, or None where no build was ever finished."""
+    """Return the manifest of a store, None if no build was ever finished."""
     return read_manifest(store) if (store / MANIFEST).exists() else None
 
 
 def config_of(manifest: Manifest) -> StoreConfig:
-    """Settings of the store's first build; without dense indexes where the store has none any more."""
+    """Return the settings of the store's first build, without dense indexes if the store no longer has any."""
     known = {each.name for each in fields(StoreConfig)}  # earlier versions had others, too
     config = StoreConfig(**{name: value for name, value in manifest.config.items() if name in known})
     return config if manifest.dense is not None else replace(config, dense=None)
@@ -322,7 +322,7 @@ def config_of(manifest: Manifest) -> StoreConfig:
 
 @contextmanager
 def explain_write_errors(store: Path) -> Iterator[None]:
-    """Turn a full disk, a quota or missing permission into a `BuildError` that says so."""
+    """Raise a `BuildError` for a full disk, a quota or missing permission."""
     try:
         yield
     except RetrieveSpecError:  # some are OSErrors too
@@ -336,7 +336,7 @@ def explain_write_errors(store: Path) -> Iterator[None]:
 
 
 def drop_stale_files(store: Path, manifest: Manifest | None) -> None:
-    """Delete what no manifest lists: left by an interrupted change, or replaced by one."""
+    """Delete files that the manifest does not list: left by interrupted changes, or replaced."""
     segments = manifest.segments if manifest else ()
     keep_only(store / SEGMENTS, {entry.name for entry in segments})
     keep_only(store / TOMBSTONES, {name for entry in segments for name in entry.tombstones})
@@ -344,7 +344,7 @@ def drop_stale_files(store: Path, manifest: Manifest | None) -> None:
 
 
 def keep_only(folder: Path, names: set[str]) -> None:
-    """Delete everything else in a folder."""
+    """Delete everything in a folder except for some names."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name in names:
             continue

@@ -1,4 +1,4 @@
-"""What a model says after contexts of one to three tokens: averages over all that it wrote and read."""
+"""A model's next-token probabilities after contexts of one to three tokens, averaged over texts."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels.recycling import ORDERS, context_keys
 
 BACKOFF = 2.0
-"""Observations that what is known of a context's last tokens alone counts for: held-out likelihood is best there."""
+"""Weight, in observations, of the shorter context in smoothing; this one maximises held-out likelihood."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observations:
-    """What a model said would come next, at every place of some texts.
+    """A model's most probable next tokens at every position of some texts.
 
     Attributes
     ----------
     token_ids
-        (n,) int32, the texts, one after another.
+        (n,) int32 token ids of the texts, concatenated.
     lengths
-        (texts,) int64, their tokens.
+        (texts,) int64 lengths of the texts in tokens.
     top_ids, probs
-        (n, k) int32 the most probable next tokens after each token and all before it in its text, -1 where nothing was
-        observed, and float16 their probabilities.
+        (n, k) int32 the most probable next tokens at each position, -1 if not observed, and float16 their
+        probabilities.
     """
 
     token_ids: NDArray[np.int32]
@@ -37,11 +37,11 @@ class Observations:
 
     @classmethod
     def joined(cls, parts: Sequence[Observations]) -> Observations:
-        """All of some, in order."""
+        """Concatenate observations, in order."""
         return cls(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(cls)))
 
     def without_repeats(self) -> Observations:
-        """Return the observations with equal texts left out, but for the first of them."""
+        """Return the observations without repeated texts."""
         first: dict[bytes, int] = {}
         for number, end in enumerate(np.cumsum(self.lengths)):
             first.setdefault(self.token_ids[end - self.lengths[number] : end].tobytes(), number)
@@ -52,14 +52,14 @@ class Observations:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contexts:
-    """Contexts and what a model says after them.
+    """Contexts with a model's most probable next tokens.
 
     Attributes
     ----------
     keys
-        (m,) uint64 hashes of their tokens (`retrieve_spec.kernels.recycling.mix`).
+        (m,) uint64 hashes of the contexts' tokens (`retrieve_spec.kernels.recycling.mix`).
     counts
-        (m,) int64, how often each was observed.
+        (m,) int64 how often each was observed.
     top_ids, probs
         (m, k) int32 the most probable next tokens, -1 after the last, and float32 their probabilities.
     """
@@ -71,10 +71,10 @@ class Contexts:
 
 
 def averaged(observations: Observations) -> Contexts:
-    """Average what was observed after each context of one to three tokens.
+    """Average the observations after each context of one to three tokens.
 
-    A context that was observed seldom is smoothed towards what comes after its last tokens alone, as in interpolated
-    n-gram models (Chen & Goodman 1999), but of the model's own probabilities instead of counts.
+    A rare context is smoothed towards its suffix, as in interpolated n-gram models (Chen & Goodman 1999), but with the
+    model's probabilities instead of counts.
     """
     lengths = observations.lengths
     places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -102,7 +102,7 @@ def averaged(observations: Observations) -> Contexts:
 
 
 def rank_in_group(groups: NDArray[Any]) -> NDArray[np.int64]:
-    """How many equal ones come directly before each of some sorted numbers (n,)."""
+    """Return how many equal numbers precede each of (n,) sorted numbers."""
     begins = np.r_[True, groups[1:] != groups[:-1]]
     rank: NDArray[np.int64] = np.arange(len(groups)) - np.flatnonzero(begins)[np.cumsum(begins) - 1]
     return rank
@@ -111,7 +111,7 @@ def rank_in_group(groups: NDArray[Any]) -> NDArray[np.int64]:
 def _largest_sums(
     keys: NDArray[np.uint64], top_ids: NDArray[np.int32], probs: NDArray[np.float32]
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Sum probabilities (n, k) by key and token; (m, k) tokens and sums, the largest first, of the keys in order."""
+    """Sum probabilities (n, k) by key and token; return (m, k) tokens and sums per key, in descending order."""
     k = top_ids.shape[1]
     listed = top_ids.reshape(-1) >= 0
     keys, tokens, sums = np.repeat(keys, k)[listed], top_ids.reshape(-1)[listed], probs.reshape(-1)[listed]

@@ -1,9 +1,8 @@
-"""Remotes: addresses (``s3://…``), reached through fsspec, and stores that lie at one.
+"""Remotes: stores at addresses (``s3://…``) that fsspec reaches.
 
-A store at an address holds the files of segments and tombstones under the names that a store gives them, which are
-hashes of their contents, and ``versions/N.json``, a manifest that is put there once and never replaced: of two writers
-of one version, one gets an error. The newest version is what the remote holds; ``manifest.json`` beside it makes a
-plain copy of the remote a store.
+A remote has the files of a store under the same names, which are content hashes, and manifests ``versions/N.json``,
+each of which is written once and never replaced: of two writers of one version, one gets an error. The newest version
+counts. With ``manifest.json`` beside it, a plain copy of the remote is a store.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from retrieve_spec.errors import BuildError, RetrieveSpecError, StoreCorruptErro
 
 @contextmanager
 def explain_remote_errors(url: str) -> Iterator[None]:
-    """Turn what a remote's library raises into a `BuildError` that names it."""
+    """Turn errors of a remote's library into a `BuildError` that names the remote."""
     try:
         yield
     except RetrieveSpecError:
@@ -51,12 +50,12 @@ def explain_remote_errors(url: str) -> Iterator[None]:
 
 
 def is_address(path: object) -> bool:
-    """Whether something is the address of a remote (``s3://…``) rather than a path of this machine."""
+    """Whether a value is the address of a remote (``s3://…``) rather than a local path."""
     return isinstance(path, str) and "://" in path
 
 
 def public_name(path: str) -> str:
-    """Return a path or address without its credentials: user name, password and signed query."""
+    """Return a path or address without credentials: user name, password and signed query."""
     if not is_address(path):
         return path
     if "http://" in path or "https://" in path:
@@ -65,12 +64,12 @@ def public_name(path: str) -> str:
 
 
 def folder_of(path: str | os.PathLike[str], verb: str) -> Path:
-    """Return the path of a store's folder, for operations that need a local one.
+    """Return a store's path for operations that need a local folder.
 
     Raises
     ------
     BuildError
-        When it is an address.
+        It is an address.
     """
     if is_address(path):
         remedies = {
@@ -93,12 +92,12 @@ class Remote:
     Parameters
     ----------
     url
-        Its folder.
+        Address of its folder.
 
     Raises
     ------
     BuildError
-        When no installed library reaches it.
+        No installed library reaches it.
     """
 
     def __init__(self, url: str) -> None:
@@ -115,11 +114,11 @@ class Remote:
         self.url, self.root = url, root.rstrip("/")
 
     def path(self, place: str) -> str:
-        """Return the path of a file in the remote's file system."""
+        """Return a file's path in the remote's file system."""
         return posixpath.join(self.root, place)
 
     def newest(self) -> int:
-        """Number of the newest version, 0 for none."""
+        """Return the number of the newest version, 0 without any."""
         self.fs.invalidate_cache()
         try:
             listed = self.fs.ls(self.path(VERSIONS), detail=False)
@@ -129,14 +128,14 @@ class Remote:
         return max((int(name) for name in names if name.isdigit()), default=0)
 
     def manifest(self, version: int) -> Manifest:
-        """The manifest of a version.
+        """Read the manifest of a version.
 
         Raises
         ------
         StoreNotFoundError
-            When there is none.
+            There is none.
         StoreCorruptError
-            When it is damaged.
+            It is damaged.
         """
         place = f"{VERSIONS}/{version:012d}.json"
         content = self.read(place)
@@ -145,12 +144,12 @@ class Remote:
         return manifest_of(content, self.path(place))
 
     def add_version(self, version: int, manifest: Manifest) -> None:
-        """Add a version, unless another process has added that version.
+        """Add a version, unless another process has added it.
 
         Raises
         ------
         StoreLockedError
-            When one has.
+            Another process has added it.
         """
         content, place = content_of(manifest), f"{VERSIONS}/{version:012d}.json"
         try:
@@ -173,7 +172,7 @@ class Remote:
         self.write(MANIFEST, content)
 
     def read(self, place: str) -> bytes | None:
-        """Content of a small file, None where there is none."""
+        """Read a small file; None if it does not exist."""
         try:
             return bytes(self.fs.cat_file(self.path(place)))
         except FileNotFoundError:
@@ -185,7 +184,7 @@ class Remote:
         self.fs.pipe_file(self.path(place), content)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file that is there, by its path below the root."""
+        """Return the size in bytes of every file, by its path below the root."""
         self.fs.invalidate_cache()
         try:
             found = self.fs.find(self.root, detail=True)
@@ -195,20 +194,20 @@ class Remote:
         return {name[start:]: int(about["size"]) for name, about in found.items()}
 
     def send(self, source: Path, place: str) -> None:
-        """Copy a file of a store there."""
+        """Upload a file of a store."""
         target = self.path(place)
         self.fs.makedirs(posixpath.dirname(target), exist_ok=True)
         self.fs.put_file(os.fspath(source), target)
 
     def fetch(self, place: str, target: Path, expected: FileEntry, advance: Advance) -> None:
-        """Copy a file from there, whole or not at all.
+        """Download a file, whole or not at all.
 
         Raises
         ------
         StoreCorruptError
-            When it is not there, or does not hold what the manifest says.
+            It does not exist, or differs from its checksum in the manifest.
         BuildError
-            When it cannot be read there, or written here.
+            It cannot be read from the remote, or written locally.
         """
         part = target.with_name(target.name + ".part")
         try:
@@ -224,7 +223,7 @@ class Remote:
         os.replace(part, target)
 
     def blocks(self, place: str, expected: FileEntry) -> Iterator[bytes]:
-        """Content of a file, piece by piece; errors are those of `fetch`, that of a wrong checksum after the last."""
+        """Yield the content of a file in blocks; errors are those of `fetch`, a wrong checksum after the last block."""
         digest = hashlib.sha256()
         with explain_remote_errors(self.url):
             try:
@@ -241,16 +240,16 @@ class Remote:
 
 
 def read_remote(url: str) -> tuple[Remote, int, Manifest]:
-    """A remote, the number of its newest version, and what that holds.
+    """Return a remote, the number of its newest version, and that version's manifest.
 
     Raises
     ------
     StoreNotFoundError
-        When the remote holds no store.
+        The remote holds no store.
     StoreCorruptError
-        When the manifest there is damaged.
+        Its manifest is damaged.
     BuildError
-        When the remote cannot be reached.
+        The remote cannot be reached.
     """
     with explain_remote_errors(url):
         remote = Remote(url)
@@ -259,7 +258,7 @@ def read_remote(url: str) -> tuple[Remote, int, Manifest]:
 
 
 def changed(url: str, expected: str, got: str) -> StoreLockedError:
-    """Return the error about a remote that somebody else changed."""
+    """Return the error for a remote that was changed by somebody else."""
     return StoreLockedError(
         f"{expected} at {url}", got, "Pull it into the store (`retrieve-spec pull`), then push again."
     )
@@ -268,7 +267,7 @@ def changed(url: str, expected: str, got: str) -> StoreLockedError:
 def bring(
     remote: Remote, manifest: Manifest, folder: Path, beside: Path | None = None, *, progress: bool = False
 ) -> None:
-    """Make a folder a store of what a version holds: files that are in the store beside it are linked, others fetched.
+    """Make a folder a store with a version's contents: files that the local store has are linked, others fetched.
 
     Errors are those of `Remote.fetch`.
     """
@@ -286,9 +285,9 @@ def bring(
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
-    """Folder of a store: of an address, that of a copy in the cache folder, which is brought up to date first.
+    """Return the folder of a store; for an address, that of a local copy in the cache, after updating it.
 
-    Where the remote cannot be reached, the copy stays as it is. Errors are those of `read_remote` and `Remote.fetch`.
+    If the remote cannot be reached, the copy is not updated. Errors are those of `read_remote` and `Remote.fetch`.
     """
     if not is_address(path):
         return Path(path)
@@ -307,5 +306,5 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def manifest_at(path: str | os.PathLike[str]) -> Manifest:
-    """Manifest of a store in a folder or at an address; errors are those of `read_manifest` and `read_remote`."""
+    """Read the manifest of a store in a folder or at an address; errors are those of `read_manifest`, `read_remote`."""
     return read_remote(str(path))[2] if is_address(path) else read_manifest(Path(path))

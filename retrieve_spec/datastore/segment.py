@@ -1,17 +1,15 @@
-"""Segments: the files of one immutable part of a store, with its token ids, documents and tombstones.
+"""Segments: the files of one immutable part of a store, with token ids, documents and tombstones.
 
-A row of a document table is a path, a SHA-256 of the text, a length and an *origin*, the number of a (licence, source)
-pair. The pairs stand in the manifest: what a source was called on the machine that built the store is no part of a
-segment.
+A row of a document table has a path, the SHA-256 of the text, a length and an *origin*, the number of a (licence,
+source) pair. The pairs are in the manifest, so that a segment does not contain the names of sources.
 
-A segment's tombstones, what counts as removed of it, are up to three files of the store, named by what they hold:
+Tombstones mark removed documents of a segment. They are up to three files, named by their contents:
 ``…-documents.bin``, the numbers of removed documents; ``…-copies.bin``, those of documents whose text another segment
-has too; and ``…-ranks.bin``, where the suffixes of both stand in its suffix array. A segment with tombstones is mapped
-privately, and the pages that such a document touches are altered in memory: its suffixes show their nearest neighbour
-in the suffix array instead, so the array stays sorted
-and as long as it was, every search works as before, and an interval is empty unless a text that is left goes on that
-way. A neighbour's count grows by the suffixes that it stands for. It costs time and memory in proportion to what was
-removed: beyond `MOST_TOKENS` of a segment, a removal writes the segment anew instead.
+has, too; and ``…-ranks.bin``, the ranks of their suffixes in the suffix array. A segment with tombstones is mapped
+privately, and each removed suffix is replaced in memory by its nearest remaining neighbour in the suffix array. So the
+array keeps its length and order, searches work unchanged, and continuations are only found in remaining text. The
+neighbour is counted once more for every suffix that it replaces. Time and memory grow with the number of removed
+tokens: if more than `MOST_TOKENS` of a segment are removed, it is rewritten instead.
 """
 
 from __future__ import annotations
@@ -45,39 +43,39 @@ from retrieve_spec.kernels.suffix_array import TOP_SHIFT, sa_top_table
 HASHES, PATHS, PATH_ENDS, ORIGINS = "document_hashes", "document_paths", "document_path_ends", "document_origins"
 TABLE = (HASHES, PATHS, PATH_ENDS, ORIGINS)
 DIGEST = 32
-"""Bytes of a content hash."""
+"""Size of a content hash in bytes."""
 SUFFIX = ".bin"
 _DTYPES = {
     **dict.fromkeys(("tokens", "ngram_succ_tokens"), ("<u2", "<u4")),
     **dict.fromkeys(("top", "grams", PATH_ENDS), ("<u8",)),
     **dict.fromkeys((HASHES, PATHS), ("|u1",)),
 }
-"""Dtypes of the arrays that are not uint32."""
+"""Dtypes of arrays other than uint32."""
 Origin = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text of a store.
+    """A document of a store.
 
     Attributes
     ----------
     segment, number
-        Its place: segment folder, and its number there.
+        Folder of its segment, and its number there.
     path
-        Path relative to its source, or ``file#line`` for one of many in a file.
+        Path relative to its source, or ``file#line`` for a record.
     licence
-        Licence stated when it was added, ``""`` if none was.
+        Licence at the time it was added, ``""`` if none was stated.
     source
-        What was given to build from.
+        The source it was built from.
     sha256
-        Of its text.
+        SHA-256 of its text.
     start, tokens
-        Position of its first token in the segment, and its length.
+        Position of its first token in the segment, and its number of tokens.
     added_at
-        UTC time at which its segment joined the store.
+        UTC time at which its segment was added to the store.
     removed
-        Whether it was removed: nothing is drafted from it.
+        Whether it was removed, so that it is not drafted from.
     """
 
     segment: str
@@ -94,7 +92,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A document that is about to be written: path, licence, source, SHA-256 in hexadecimal, tokens."""
+    """Row of a document table that is to be written: path, licence, source, hexadecimal SHA-256, number of tokens."""
 
     path: str
     licence: str
@@ -104,12 +102,12 @@ class Row:
 
 
 def text_hash(text: str) -> str:
-    """Content hash of a text: SHA-256 in hexadecimal."""
+    """Return the content hash of a text: SHA-256 in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def table_arrays(rows: Sequence[Row]) -> tuple[dict[str, NDArray[Any]], tuple[Origin, ...]]:
-    """Arrays of a document table by name, and its origins in the order in which they first occur."""
+    """Return the arrays of a document table by name, and its origins in order of first occurrence."""
     paths = [row.path.encode("utf-8", "backslashreplace") for row in rows]
     origins: dict[Origin, int] = {}
     numbers = [origins.setdefault((row.licence, row.source), len(origins)) for row in rows]
@@ -123,18 +121,18 @@ def table_arrays(rows: Sequence[Row]) -> tuple[dict[str, NDArray[Any]], tuple[Or
 
 
 class DocumentTable:
-    """The documents of one segment, read from its arrays as they are asked for.
+    """The documents of one segment, read from its arrays on demand.
 
     Parameters
     ----------
     segment, added_at, origins
-        Of the segment's entry in the manifest.
+        As in the segment's entry in the manifest.
     starts
-        (d + 1,) uint32, where documents begin.
+        (d + 1,) uint32 starts of the documents.
     arrays
-        The arrays of `TABLE`, by name.
+        The arrays of `TABLE` by name.
     removed
-        Numbers of the documents that nothing is drafted from.
+        Numbers of the documents that are not drafted from.
     """
 
     def __init__(
@@ -154,12 +152,12 @@ class DocumentTable:
         return len(self._starts) - 1
 
     def check(self) -> None:
-        """Check that the arrays belong together.
+        """Check that the arrays are consistent.
 
         Raises
         ------
         StoreCorruptError
-            When they do not.
+            They are not.
         """
         ends, origins = self._arrays[PATH_ENDS].astype(np.int64), self._arrays[ORIGINS]
         sound = len(ends) == len(origins) == len(self.hashes) and bool((np.diff(ends, prepend=0) >= 0).all())
@@ -169,12 +167,12 @@ class DocumentTable:
             pass  # names are text
 
     def __getitem__(self, number: int) -> Document:
-        """One document.
+        """Return one document.
 
         Raises
         ------
         StoreCorruptError
-            When the table is damaged.
+            The table is damaged.
         """
         try:
             licence, source = self.origins[int(self._arrays[ORIGINS][number])]
@@ -194,12 +192,12 @@ class DocumentTable:
         return (self[number] for number in range(len(self)))
 
     def live(self) -> Iterator[Document]:
-        """Documents that can be drafted from, in order."""
+        """Yield the documents that can be drafted from, in order."""
         return (self[number] for number in range(len(self)) if number not in self._removed)
 
     @cached_property
     def hashes(self) -> NDArray[np.uint8]:
-        """(d, 32) uint8, content hashes, removed documents' too."""
+        """Content hashes, (d, 32) uint8, including those of removed documents."""
         found = self._arrays[HASHES]
         if len(found) != DIGEST * len(self):
             raise self._damaged("a hash of every document")
@@ -210,7 +208,7 @@ class DocumentTable:
 
 
 MOST_TOKENS = 1 << 17
-"""Removed tokens of one segment up to which tombstones are kept."""
+"""Most removed tokens of a segment for which tombstones are kept."""
 _STEP = 1 << 20
 DOCUMENTS, RANKS, COPIES = "documents", "ranks", "copies"
 _NONE = np.empty(0, np.uint32)
@@ -218,7 +216,7 @@ _NO_TOMBSTONES = dict.fromkeys((DOCUMENTS, RANKS, COPIES), _NONE)
 
 
 def tombstones_of(store: Path, entry: SegmentEntry) -> dict[str, NDArray[np.uint32]]:
-    """Arrays of a segment's tombstones by kind; kinds that it has none of are empty.
+    """Return the arrays of a segment's tombstones by kind, empty for kinds without a file.
 
     Raises
     ------
@@ -235,12 +233,12 @@ def tombstones_of(store: Path, entry: SegmentEntry) -> dict[str, NDArray[np.uint
 
 
 def hidden_of(found: Mapping[str, NDArray[np.uint32]], documents: int, segment: str) -> tuple[int, ...]:
-    """Return the numbers of the documents that are not listed: removed ones and copies.
+    """Return the numbers of hidden documents: removed ones and copies.
 
     Raises
     ------
     StoreCorruptError
-        When they are no documents of the segment.
+        They are not documents of the segment.
     """
     numbers = np.union1d(found[DOCUMENTS], found[COPIES])
     if len(numbers) and int(numbers[-1]) >= documents:
@@ -249,7 +247,7 @@ def hidden_of(found: Mapping[str, NDArray[np.uint32]], documents: int, segment: 
 
 
 def write_tombstones(folder: Path, segment: str, arrays: dict[str, NDArray[np.uint32]]) -> dict[str, FileEntry]:
-    """Write tombstones into a folder, from which `publish` moves them into the store."""
+    """Write tombstones to a folder, from which `publish` moves them into the store."""
     folder.mkdir(exist_ok=True)
     named = {}
     for kind, array in arrays.items():
@@ -259,26 +257,26 @@ def write_tombstones(folder: Path, segment: str, arrays: dict[str, NDArray[np.ui
 
 
 def document_tokens(starts: NDArray[np.uint32], numbers: Iterable[int]) -> int:
-    """Tokens of some documents of a segment."""
+    """Count the tokens of some documents of a segment."""
     chosen = np.fromiter(numbers, np.int64)
     lengths = starts[chosen + 1].astype(np.int64) - starts[chosen].astype(np.int64) - 1
     return int(lengths.sum())
 
 
 def find_ranks(sa: NDArray[np.uint32], starts: NDArray[np.uint32], numbers: Sequence[int]) -> NDArray[np.uint32]:
-    """Return the ranks of some documents' suffixes in a suffix array, ascending.
+    """Return the ranks of some documents' suffixes in a suffix array, in ascending order.
 
     Parameters
     ----------
     sa, starts
-        Of the segment.
+        Arrays of the segment.
     numbers
-        The documents, rising.
+        The documents, in ascending order.
 
     Raises
     ------
     StoreCorruptError
-        When the array lacks one of their suffixes.
+        The array lacks one of their suffixes.
     """
     if not (len(numbers) and len(sa)):
         return _NONE
@@ -300,7 +298,7 @@ def find_ranks(sa: NDArray[np.uint32], starts: NDArray[np.uint32], numbers: Sequ
 
 @dataclass(frozen=True)
 class Segment:
-    """One part of a store, opened. Arrays are read-only memory maps unless said otherwise.
+    """An open part of a store. Arrays are read-only memory maps unless stated otherwise.
 
     Attributes
     ----------
@@ -308,34 +306,34 @@ class Segment:
         Folder of the segment.
     tokens
         (n,) uint16 or uint32 *local* ids: 0 between documents and at the end, tokens from 1 in the order of their ids.
-        Empty when the store keeps n-grams only.
+        Empty if the store keeps n-grams only.
     suffix_array
-        (m,) uint32, positions of all tokens, sorted by the text that starts there; where documents were removed, their
-        suffixes show a neighbour's position instead.
+        (m,) uint32 positions of all tokens, sorted by the text that starts there; suffixes of removed documents are
+        replaced by neighbours.
     top
-        (⌈m / 64⌉,) uint64, packed beginnings of every 64th suffix.
+        (⌈m / 64⌉,) uint64 packed beginnings of every 64th suffix.
     bits
-        Bits of one packed token in `top`.
+        Bits per packed token in `top`.
     grams
-        (w,) uint64, which sequences of six tokens occur (`retrieve_spec.kernels.ngram`); empty where that is not known
-        (segments of earlier releases).
+        (w,) uint64 filter of sequences of six tokens that occur (`retrieve_spec.kernels.ngram`); empty in segments
+        of earlier releases.
     to_global
-        (v + 1,) uint32, token id of each local id (entry 0 means nothing).
+        (v + 1,) uint32 token id of each local id (entry 0 is unused).
     vocabulary
         Token ids are below this number.
     document_starts
-        (d + 1,) uint32, where each document begins in `tokens`; document i ends before the separator at
+        (d + 1,) uint32 start of each document in `tokens`; document i ends before the separator at
         ``document_starts[i + 1] - 1``.
     documents
         The document table.
     removed
-        Numbers of the documents that are not listed any more, ascending.
+        Numbers of the hidden documents, in ascending order.
     ngram
         The segment's n-gram table, or None.
     dense
         The segment's dense index, or None.
     hidden
-        (k,) uint32, ranks of the suffix array that show a neighbour, rising.
+        (k,) uint32 ranks in the suffix array that show a neighbour, in ascending order.
     """
 
     name: str
@@ -355,28 +353,27 @@ class Segment:
 
     @cached_property
     def to_local(self) -> NDArray[np.int32]:
-        """(vocabulary,) int32 in memory, local id of each token id, 0 when the segment does not use it; made when first
-        asked for."""
+        """Local id of each token id, (vocabulary,) int32, 0 for tokens not in the segment; made on first use."""
         made = np.zeros(self.vocabulary, np.int32)
         made[self.to_global[1:]] = np.arange(1, len(self.to_global), dtype=np.int32)
         return made
 
     def document_of(self, position: int) -> int:
-        """Number of the document that covers a token position."""
+        """Return the number of the document that contains a token position."""
         return int(np.searchsorted(self.document_starts, position, side="right")) - 1
 
     def text_ids(self, document: int) -> NDArray[np.uint32]:
-        """Token ids of one document, (length,) uint32."""
+        """Return the token ids of one document, (length,) uint32."""
         start, end = int(self.document_starts[document]), int(self.document_starts[document + 1]) - 1
         return self.ids_of(self.tokens[start:end])
 
     def ids_of(self, local: NDArray[Any]) -> NDArray[np.uint32]:
-        """Token ids of local ids, (n,) uint32.
+        """Convert local ids to token ids, (n,) uint32.
 
         Raises
         ------
         StoreCorruptError
-            When the text is damaged: it has local ids that the segment does not use.
+            The text is damaged: it has undefined local ids.
         """
         try:
             ids: NDArray[np.uint32] = self.to_global[local]
@@ -386,31 +383,32 @@ class Segment:
         return ids
 
     def localise(self, token_ids: NDArray[Any]) -> NDArray[np.int64]:
-        """Local ids of token ids, (n,) int64; 0 where the segment does not use the token."""
+        """Convert token ids to local ids, (n,) int64; 0 for tokens that the segment does not use."""
         ids = np.asarray(token_ids, np.int64)
         known = (ids >= 0) & (ids < len(self.to_local))
         return np.where(known, self.to_local[np.where(known, ids, 0)], 0).astype(np.int64)
 
 
 def bits_of(vocabulary: int) -> int:
-    """Return the bits of a packed local id in a segment that uses `vocabulary` different tokens."""
+    """Return the bits per packed local id in a segment with `vocabulary` different tokens."""
     return max(1, int(vocabulary).bit_length())
 
 
 def local_ids(token_ids: NDArray[np.uint32], starts: NDArray[np.uint32]) -> tuple[NDArray[Any], NDArray[np.uint32]]:
-    """Number the tokens that a text uses.
+    """Assign local ids to the tokens of a text.
 
     Parameters
     ----------
     token_ids
-        (n,) uint32 token ids; entries at ``starts[1:] - 1`` are separators, whatever they hold, and are overwritten.
+        (n,) uint32 token ids; entries at ``starts[1:] - 1`` are separators, whose values do not matter and are
+        overwritten.
     starts
-        (d + 1,) uint32, beginning of each document, none of them empty, and n.
+        (d + 1,) uint32 start of each document, and n; no document is empty.
 
     Returns
     -------
     tokens, to_global
-        (n,) uint16 or uint32 local ids with 0 as separator, and the token id of each local id.
+        (n,) uint16 or uint32 local ids, 0 for separators, and the token id of each local id.
     """
     ends = starts[1:].astype(np.int64) - 1
     token_ids[ends] = token_ids[ends - 1]
@@ -426,7 +424,7 @@ def local_ids(token_ids: NDArray[np.uint32], starts: NDArray[np.uint32]) -> tupl
 
 
 def index_text(tokens: NDArray[Any], to_global: NDArray[np.uint32], config: StoreConfig) -> dict[str, NDArray[Any]]:
-    """Arrays of a segment that are made of its text alone, by name: the text, its exact index and its n-gram table.
+    """Return the arrays of a segment that depend on its text only, by name: text, exact index and n-gram table.
 
     Parameters
     ----------
@@ -451,14 +449,14 @@ def index_text(tokens: NDArray[Any], to_global: NDArray[np.uint32], config: Stor
 def write_segment(
     folder: Path, token_ids: NDArray[np.uint32], rows: Sequence[Row], config: StoreConfig
 ) -> tuple[dict[str, FileEntry], tuple[Origin, ...]]:
-    """Index a text and write the files of a segment.
+    """Index a text, and write the files of a segment.
 
     Parameters
     ----------
     folder
-        Empty folder, to be renamed into place when this returns.
+        Empty folder, to be moved into place afterwards.
     token_ids
-        (n,) uint32 token ids, one entry more than it has tokens for every document; altered.
+        (n,) uint32 token ids, with one more entry after the tokens of each document; modified.
     rows
         The documents.
     config
@@ -467,7 +465,7 @@ def write_segment(
     Returns
     -------
     files, origins
-        Files by name, and the origins that the document table numbers.
+        Files by name, and the origins to whose numbers the document table refers.
     """
     starts = np.cumsum([0, *(row.tokens + 1 for row in rows)], dtype=np.int64).astype(np.uint32)
     tokens, to_global = local_ids(token_ids, starts)
@@ -486,23 +484,23 @@ def open_segment(
     *,
     as_written: bool = False,
 ) -> Segment:
-    """Map a segment into memory, with cheap checks (files and sizes).
+    """Map a segment into memory, after cheap checks of files and sizes.
 
     Parameters
     ----------
     folder, entry
-        Where it is, and what the manifest says of it.
+        The segment's folder, and its entry in the manifest.
     vocabulary, record
-        Of the store's manifest.
+        From the store's manifest.
     tombstones
-        What counts as removed (`tombstones_of`); without them the segment is opened as its files are.
+        Its tombstones (`tombstones_of`); None: open the files unchanged.
     as_written
-        Whether the indexes show removed documents like others, for a reader that drafts nothing.
+        Whether removed documents stay in the indexes, for readers that do not draft.
 
     Raises
     ------
     StoreCorruptError
-        When a file is missing or has the wrong size, or the vocabulary is damaged (its ids would reach the model).
+        A file is missing or has the wrong size, or the vocabulary is damaged (its ids would reach the model).
     """
     place = os.path.join(folder, "")
     hiding = not as_written and any(map(len, tombstones.values()))
@@ -554,12 +552,12 @@ def open_segment(
 
 
 def _hide(segment: Segment) -> None:
-    """Hide removed documents in the indexes of a segment, which are mapped privately.
+    """Hide removed documents in a segment's privately mapped indexes.
 
     Raises
     ------
     StoreCorruptError
-        When the tombstones do not fit the segment.
+        The tombstones do not fit the segment.
     """
     tokens, sa, top, ngrams, ranks = segment.tokens, segment.suffix_array, segment.top, segment.ngram, segment.hidden
     altered: list[NDArray[Any]] = [sa, top]
@@ -587,13 +585,12 @@ def suffix_array(tokens: NDArray[Any]) -> NDArray[np.uint32]:
     Parameters
     ----------
     tokens
-        (n,) uint16 or uint32 local ids, n < 2^31; small numbers, since every one below the largest takes memory.
+        (n,) uint16 or uint32 local ids, n < 2^31; memory grows with the largest id.
 
     Returns
     -------
     numpy.ndarray
-        (m,) uint32 positions of tokens, m ≤ n, in the order of the text that starts there; separators, which would
-        come first, are left out.
+        (m,) uint32 positions of tokens, m ≤ n, in the order of the text that starts there, without separators.
     """
     found = sort_suffixes(tokens, int(tokens.max(initial=0)) + 1)
     return found[len(tokens) - np.count_nonzero(tokens) :].view(np.uint32)

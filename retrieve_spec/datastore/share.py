@@ -1,6 +1,6 @@
-"""Sharing of stores with a remote: only files that the other side lacks are transferred, with a store card beside them.
+"""Share stores with a remote: transfer the files that the other side lacks, with a store card.
 
-What is shared names no paths of this machine.
+Shared files do not contain paths of the local machine.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ REMOTES = "remotes.json"
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """What a push did.
+    """Report of a push.
 
     Attributes
     ----------
     url, version
-        The remote, and the version that it has now.
+        The remote, and its version after the push.
     files, bytes
-        What was transferred.
+        Number and size of the transferred files.
     kept
-        Files that were there already.
+        Number of files that the remote had already.
     """
 
     url: str
@@ -89,30 +89,30 @@ class PushReport:
 
 
 def push_datastore(path: str | os.PathLike[str], url: str, *, progress: bool = False) -> PushReport:
-    """Make a remote hold what a store holds.
+    """Upload a store to a remote.
 
-    If it is interrupted, the remote's newest version stays as it was; another run sends what is missing. A store card
-    (``README.md``) is written beside it, unless a README of somebody's own stands there. What stood there before stays
-    readable under its version; where nothing has changed since the last push there is no new one. Places of this
-    machine and the history of the store stay here.
+    An interrupted push leaves the remote's newest version unchanged; another push sends the missing files. A store card
+    (``README.md``) is written, too, unless the remote has a README that this library did not write. Earlier versions
+    stay readable, and without changes since the last push no version is added. Local paths and the store's history
+    are not uploaded.
 
     Parameters
     ----------
     path
         Folder of the store.
     url
-        Folder that fsspec reaches: ``s3://…``, ``gs://…``, ``hf://…``, ``file://…``.
+        A folder that fsspec can reach: ``s3://…``, ``gs://…``, ``hf://…``, ``file://…``.
     progress
         Show bars on standard error.
 
     Raises
     ------
     StoreLockedError
-        When the remote holds something that this store has not seen, or another process changes the store meanwhile.
+        The remote has a version that this store has not seen, or another process changes the store meanwhile.
     StoreCorruptError
-        When a file of the store is damaged.
+        A file of the store is damaged.
     BuildError
-        When the remote cannot be reached or written.
+        The remote cannot be reached or written.
     """
     folder = folder_of(path, "push")
     store = open_datastore(folder)
@@ -155,7 +155,7 @@ def push_datastore(path: str | os.PathLike[str], url: str, *, progress: bool = F
 
 
 def _seen(folder: Path) -> dict[str, Any]:
-    """Version and content of the remotes that a store was pushed to or pulled from, by address."""
+    """Return version and content of the remotes that a store was pushed to or pulled from, by address."""
     try:
         found: dict[str, Any] = json.loads((folder / REMOTES).read_bytes())
     except FileNotFoundError:
@@ -170,10 +170,10 @@ def _remember(folder: Path, url: str, version: int, content: str) -> None:
 
 
 def pull_datastore(url: str, path: str | os.PathLike[str], *, progress: bool = False) -> ChangeReport:
-    """Bring what a remote holds into a store, which is made when there is none.
+    """Download a remote into a store, which is created if it does not exist.
 
-    A store that was not changed since it last pulled or pushed holds what the remote holds afterwards; any other one
-    keeps its own segments too. Interrupted, it leaves the store as it was; run again, it fetches what is missing.
+    A store without changes since its last pull or push then equals the remote; any other store keeps its own segments,
+    too. An interrupted pull leaves the store unchanged; another pull fetches the missing files.
 
     Parameters
     ----------
@@ -187,13 +187,13 @@ def pull_datastore(url: str, path: str | os.PathLike[str], *, progress: bool = F
     Raises
     ------
     StoreNotFoundError
-        When the remote holds no store.
+        The remote holds no store.
     TokenizerMismatchError
-        When the store has another tokenizer.
+        The store has another tokenizer.
     StoreCorruptError
-        When a file there is damaged or missing.
+        A file of the remote is damaged or missing.
     BuildError
-        When the remote cannot be reached.
+        The remote cannot be reached.
     """
     store = folder_of(path, "pull")
     remote, version, there = read_remote(url)
@@ -222,7 +222,7 @@ def pull_datastore(url: str, path: str | os.PathLike[str], *, progress: bool = F
 
 
 def _check_dense(store: Path, mine: Manifest, there: Manifest) -> None:
-    """Check that the keys of two stores compare, where both have some."""
+    """Check that the dense keys of two stores are comparable, if both have any."""
     spaces = {
         tuple(entry.files[name].sha256 for name in TRANSFORM)
         for entry in (*mine.segments, *there.segments)
@@ -237,7 +237,7 @@ def _check_dense(store: Path, mine: Manifest, there: Manifest) -> None:
 
 
 def public_manifest(manifest: Manifest) -> Manifest:
-    """A manifest without history, in which sources and models are called by the last part of their path alone."""
+    """Return a manifest without history, in which paths of sources and models are reduced to their last part."""
     segments = tuple(
         replace(entry, origins=tuple((licence, name_of(source)) for licence, source in entry.origins))
         for entry in manifest.segments
@@ -250,14 +250,14 @@ def public_manifest(manifest: Manifest) -> Manifest:
 
 
 def name_of(path: str) -> str:
-    """Last part of a path or address; names of models on a hub stay whole."""
+    """Return the last part of a path or address; hub ids of models stay whole."""
     path = public_name(path)
     absolute = path.startswith(("/", "~", ".", "\\")) or ":" in path[:3] or path.count("/") > 1
     return PurePath(path.replace("\\", "/")).name if absolute else path
 
 
 def _card(store: Datastore, manifest: Manifest) -> str:
-    """A shared store's README, with the sources as its shared manifest names them."""
+    """Write the README of a shared store, with sources named as in its shared manifest."""
     tokens: Counter[str] = Counter()
     documents: Counter[str] = Counter()
     named = set()  # of what was removed nothing is told

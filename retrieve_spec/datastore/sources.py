@@ -1,4 +1,4 @@
-"""Sources of a build: what recipes (TOML files) name, and their files in order, with what is skipped and why."""
+"""Sources of a build: read recipes (TOML files), and list the files of sources in order."""
 
 from __future__ import annotations
 
@@ -22,40 +22,39 @@ from retrieve_spec.datastore.manifest import MANIFEST, SEGMENTS
 from retrieve_spec.errors import BuildError
 
 SHARD_BYTES = 1 << 22
-"""Bytes of input that make a shard."""
+"""Size of a shard in bytes of input."""
 SHARD_FILES = 1 << 13
 _BLOCK = 1 << 22
 _ANY = 1 << 62
-"""Bytes of the largest file that is listed: records are read one by one, and texts that are too large say so."""
+"""Size limit for listed files in bytes; records are read one by one, and texts that are too large are skipped."""
 _RECORDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _COMPRESSED = {".gz": "gz", ".zst": "zst"}
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One thing to build from.
+    """A file or folder to build from.
 
     Attributes
     ----------
     path
         File or folder.
     licence
-        Licence of its documents, recorded with each; with `licences`, of those that state none themselves.
+        Licence that is recorded with its documents; with `licences`, only with those that state none themselves.
     licences
-        SPDX identifiers of the licences under which documents enter, and with which they are recorded; any where there
-        are none.
+        SPDX identifiers of the allowed licences, which are also recorded; empty: all documents are allowed.
     include, exclude
-        Globs over paths relative to the source (``**`` spans folders; without a slash they match names).
-        A source that is a file itself is listed as skipped where they leave it out.
+        Globs over paths relative to the source (``**`` spans folders; globs without a slash match names). A source that
+        is a file and is left out by them is listed as skipped.
     field
-        Field or column that holds the text of JSON Lines and Parquet records, dotted for nested ones.
+        Field or column with the text of JSON Lines and Parquet records, dotted if nested.
     prefix
-        Put before the path of every document, as ``networkx/``; globs see it.
+        Prefix of every document's path, such as ``networkx/``; globs match it, too.
     admit
-        Parts of the filter that do not count (`retrieve_spec.datastore.entry_filter.PARTS`). Of a file that is named
-        itself only secrets are looked for.
+        Disabled parts of the filter (`retrieve_spec.datastore.entry_filter.PARTS`). A source that is a file is only
+        checked for secrets.
     max_bytes
-        Larger files of a folder stay out; 0 for all up to ``StoreConfig.document_bytes``.
+        Larger files of a folder are skipped; 0: the limit is ``StoreConfig.document_bytes``.
     """
 
     path: str
@@ -75,23 +74,21 @@ class Source:
             object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
 
     def entry_filter(self, root: Path, limit: int, store: Path | None = None, *, named: bool = False) -> EntryFilter:
-        """What decides about the files of this source, which lie below `root`; a file that is `named` enters
-        whatever git says of it."""
+        """Return the filter for the files of this source below `root`; a `named` file enters whatever git says."""
         admit = {*self.admit, "ignored", "generated"} if named else self.admit
         return EntryFilter(root, max_bytes=self.max_bytes or limit, admit=admit, store=store)
 
     def licence_rule(self, root: Path) -> LicenceRule | None:
-        """Which licences are allowed of the files of this source, which lie below `root`; None for any."""
+        """Return the licence rule for the files of this source below `root`, None if all are allowed."""
         return LicenceRule(root, self.licences, self.licence) if self.licences else None
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file to read: its source, path to record, path to open, bytes, kind and compression.
+    """A file to read: its source, path to record, path to open, size in bytes, kind and compression.
 
-    A file that is not to be read carries the reason in `skip`. A part of a file of JSON Lines carries the bytes
-    ``[start, end)`` and the lines before them. The times are those of the last change, in nanoseconds, by the file
-    itself and by the system.
+    `skip` is the reason for not reading it. A part of a JSON Lines file has bytes ``[start, end)``, after `line` lines.
+    The times of the last change, of content and of metadata, are in nanoseconds.
     """
 
     source: Source
@@ -110,20 +107,20 @@ class SourceFile:
 def list_files(sources: tuple[Source, ...], store: Path | None = None) -> Iterator[SourceFile]:
     """List the files of all sources, each source's in the order of their paths.
 
-    What may enter of a folder is decided by `EntryFilter`; what may not is listed with the reason, a folder that is
-    passed over by itself.
+    `EntryFilter` decides which files of a folder may enter; others are listed with the reason, and ignored folders as a
+    whole.
 
     Parameters
     ----------
     sources
-        What to go through.
+        Sources to list.
     store
-        The store that is being built, which does not look like one yet.
+        Folder of the store that is being built, which cannot be recognised as a store yet.
 
     Raises
     ------
     BuildError
-        When a source does not exist, or is a datastore.
+        A source does not exist, or is a datastore.
     """
     for source in sources:
         if not Path(source.path).exists():
@@ -155,12 +152,12 @@ def _list_source(source: Source, store: Path | None) -> Iterator[SourceFile]:
 
 
 def _order(entry: tuple[str, object]) -> str:
-    """Sorts paths folder by folder: a slash comes before all that a name can hold."""
+    """Sort key that keeps folders together: a slash sorts before all characters of names."""
     return entry[0].replace("/", "\0")
 
 
 def _file_of(source: Source, relative: str, location: str, said: os.stat_result | Reason) -> SourceFile:
-    """A file of a source, or what stays out of it."""
+    """Return a file of a source, or the entry of a skipped one."""
     path = readable(source.prefix + relative)
     if isinstance(said, Reason):
         return SourceFile(source, path, location, 0, "text", skip=str(said))
@@ -172,7 +169,7 @@ def _file_of(source: Source, relative: str, location: str, said: os.stat_result 
 
 
 def _describe(source: Source, name: str, location: Path) -> SourceFile:
-    """A file that was named itself; a link is followed, but not to a secret."""
+    """Return a source that is a file; a link is followed, but not to a secret."""
     try:
         real = location.resolve(strict=True)
     except (OSError, RuntimeError):
@@ -184,7 +181,7 @@ def _describe(source: Source, name: str, location: Path) -> SourceFile:
 
 
 def readable(path: str) -> str:
-    r"""A path as text that can be written down: bytes that are not UTF-8 as ``\xff``."""
+    r"""Return a path as valid text: bytes that are not UTF-8 become ``\xff``."""
     return path if path.isascii() else path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
@@ -194,7 +191,7 @@ def _matcher(patterns: tuple[str, ...]) -> Callable[[str], bool]:
 
 
 def glob(pattern: str) -> re.Pattern[str]:
-    """Compile a glob; ``**/`` spans any number of folders, a pattern without a slash matches in every folder."""
+    """Compile a glob; ``**/`` spans any number of folders, and a glob without a slash matches names in all folders."""
     if "/" not in pattern:
         pattern = "**/" + pattern
     parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
@@ -203,7 +200,7 @@ def glob(pattern: str) -> re.Pattern[str]:
 
 
 def file_shards(files: Iterable[SourceFile]) -> Iterator[list[SourceFile]]:
-    """Shards of files, in order."""
+    """Group files into shards, in order."""
     group: list[SourceFile] = []
     size = 0
     for file in chain.from_iterable(map(_divided, files)):
@@ -217,7 +214,7 @@ def file_shards(files: Iterable[SourceFile]) -> Iterator[list[SourceFile]]:
 
 
 def _divided(file: SourceFile) -> Iterator[SourceFile]:
-    """A file, or the parts of a large file of JSON Lines."""
+    """Yield a file, or the parts of a large JSON Lines file."""
     if file.kind != "jsonl" or file.compression or file.skip or file.size <= 2 * SHARD_BYTES:
         yield file
         return
@@ -231,7 +228,7 @@ def _divided(file: SourceFile) -> Iterator[SourceFile]:
 
 
 def _line_cuts(path: str) -> Iterator[tuple[int, int]]:
-    """(offset, lines before it) of the beginnings of parts of a file, and of its end."""
+    """Yield (offset, lines before it) of the parts' starts and of the file's end."""
     at = lines = 0
     wanted = SHARD_BYTES
     yield 0, 0
@@ -251,16 +248,16 @@ _SOURCE_KEYS = {"path", "distributions", "licence", "include", "exclude", "field
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a store is made of.
+    """Sources and settings of a store.
 
     Attributes
     ----------
     name
-        For people.
+        Name shown to people.
     sources
-        What to build from, in order.
+        Sources, in order.
     config
-        Settings that differ from the defaults.
+        Settings other than the defaults.
     """
 
     name: str
@@ -269,7 +266,7 @@ class Recipe:
 
 
 def recipe_file(name: str | os.PathLike[str]) -> Path:
-    """The file that a recipe's path or name stands for: one that is there, else one that came with the library."""
+    """Return the file of a recipe: an existing path, else the bundled recipe of that name."""
     given = Path(name)
     if given.is_file() or given.suffix or len(given.parts) > 1:
         return given
@@ -290,23 +287,23 @@ def load_recipe(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> Recipe:
-    """Read a recipe and find its sources on this machine.
+    """Read a recipe, and find its sources on this machine.
 
-    A source names a ``path``, in which ``{stdlib}`` stands for the standard library of the running interpreter, or
-    ``distributions = true``, which stands for every installed distribution with the licence it states. Paths of its
-    documents begin as below ``site-packages``: ``networkx/utils/misc.py``.
+    A source has a ``path``, in which ``{stdlib}`` is the standard library of the running interpreter, or
+    ``distributions = true``: all installed distributions with the licences they state. Paths of their documents are
+    those below ``site-packages``: ``networkx/utils/misc.py``.
 
     Parameters
     ----------
     path
-        The TOML file, or the name of a recipe that comes with the library, such as ``python-stdlib``.
+        A TOML file, or the name of a bundled recipe such as ``python-stdlib``.
     include, exclude
-        Globs that replace (include) or join (exclude) those of every source.
+        Globs that replace (include) or are added to (exclude) those of every source.
 
     Raises
     ------
     BuildError
-        When the file is no recipe, or a place it names is not there.
+        The file is not a recipe, or a path in it does not exist.
     """
     file = recipe_file(path)
     try:
@@ -350,7 +347,7 @@ def _sources_of(file: Path, source: dict[str, Any]) -> list[Source]:
 
 
 def _distributions(template: Source) -> list[Source]:
-    """One source per package or module of every installed distribution, in the order of their names."""
+    """Yield a source per package or module of every installed distribution, in the order of their names."""
     sources = {}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"]
@@ -365,7 +362,7 @@ def _distributions(template: Source) -> list[Source]:
 
 
 def _roots(files: set[metadata.PackagePath]) -> set[PurePosixPath]:
-    """Packages and modules that are a distribution's own: it may share a namespace folder with others."""
+    """Return the packages and modules of a distribution; distributions may share a namespace folder."""
     packages = {PurePosixPath(file).parent for file in files if file.name == "__init__.py"}
     roots = set()
     for file in map(PurePosixPath, files):
@@ -376,7 +373,7 @@ def _roots(files: set[metadata.PackagePath]) -> set[PurePosixPath]:
 
 
 def licence_of(distribution: metadata.Distribution) -> str:
-    """Licence a distribution states: its expression, its trove classifiers, or the first line of its licence field."""
+    """Return a distribution's licence: expression, trove classifiers, or first line of its licence field."""
     about = distribution.metadata
     if "License-Expression" in about:
         return str(about["License-Expression"])

@@ -1,4 +1,4 @@
-"""Open datastores: memory-mapped segments, n-gram tables, and the documents that a position or a draft comes from."""
+"""Open datastores: memory-mapped segments, n-gram tables, and the documents that text comes from."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _CARRIED = {f"{name}.bin" for name in ("documents", *TABLE, "tokens", "vocabular
 
 
 class Datastore:
-    """A datastore as it was when it was opened; later changes of the folder do not reach it.
+    """An open datastore; later changes of its folder do not affect it.
 
     Attributes
     ----------
     path
         The folder.
     manifest
-        What the store is made of.
+        The store's manifest.
     segments
-        Its parts, in order; counts of different segments add up.
+        Its segments, in order; their counts add up.
     """
 
     def __init__(
@@ -71,27 +71,27 @@ class Datastore:
 
     @property
     def ngrams(self) -> tuple[NgramTable, ...]:
-        """N-gram tables of the segments that have one; counts of different tables add up."""
+        """N-gram tables of the segments that have one; their counts add up."""
         return tuple(segment.ngram for segment in self.segments if segment.ngram is not None)
 
     @cached_property
     def contexts(self) -> ContextFilter:
-        """Which of the small n-gram tables may hold a context, a column per segment; made when first asked for."""
+        """Filter that tells which small n-gram tables may hold a context; made on first use."""
         return filter_contexts([segment.ngram for segment in self.segments])
 
     @property
     def dense(self) -> list[tuple[int, DenseIndex]]:
-        """Dense indexes of the segments that have one, each with the index of its segment."""
+        """Dense indexes with the numbers of their segments."""
         return [(i, segment.dense) for i, segment in enumerate(self.segments) if segment.dense is not None]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer the store was built with, from its copy in the store.
+        """The tokenizer that the store was built with, loaded from its copy in the store.
 
         Raises
         ------
         StoreCorruptError
-            When the copy is damaged.
+            The copy is damaged.
         """
         try:
             return Tokenizer.from_str(self._tokenizer.tobytes().decode())
@@ -100,14 +100,14 @@ class Datastore:
             raise StoreCorruptError(f"a tokenizer in {place}", str(error)) from None
 
     def check_tokenizer(self, tokenizer: Any) -> None:
-        """Compare the store's tokenizer with the one at hand (anything `tokenizer_fingerprint` takes).
+        """Check that the store was built with a tokenizer (anything that `tokenizer_fingerprint` takes).
 
-        A store made before fingerprints told of whole pipelines is compared by its copy of the tokenizer.
+        For stores of early releases, whose fingerprints do not cover the whole pipeline, the copy is compared.
 
         Raises
         ------
         TokenizerMismatchError
-            When they differ, naming the parts that do.
+            The tokenizers differ; the message names the parts that do.
         """
         fingerprint = tokenizer_fingerprint(tokenizer)
         if fingerprint == self.fingerprint:
@@ -126,19 +126,19 @@ class Datastore:
         )
 
     def document_at(self, segment: int, position: int) -> Document:
-        """Find the document that covers a token position.
+        """Find the document that contains a token position.
 
         Parameters
         ----------
         segment
             Index into `segments`.
         position
-            Token position in that segment.
+            Position of the token in that segment.
 
         Raises
         ------
         StoreCorruptError
-            When no document has it, or the document table is damaged.
+            No document contains it, or the document table is damaged.
         """
         part = self.segments[segment]
         if not 0 <= position < (end := int(part.document_starts[-1])):
@@ -146,25 +146,25 @@ class Datastore:
         return part.documents[part.document_of(position)]
 
     def documents(self) -> Iterator[Document]:
-        """All documents that can be drafted from, in order.
+        """Yield all documents that can be drafted from, in order.
 
         Raises
         ------
         StoreCorruptError
-            When a document table is damaged.
+            A document table is damaged.
         """
         for segment in self.segments:
             yield from segment.documents.live()
 
     def check_ids(self, known: int) -> None:
-        """Check that the store's text holds only tokens below a number, which fingerprints do not tell.
+        """Check that all token ids of the store's text are below a number.
 
-        Added tokens stay out of the fingerprint: a chat variant's store can hold some that the base model has not.
+        Fingerprints do not cover added tokens: a store of a chat variant may have tokens that the base model lacks.
 
         Raises
         ------
         TokenizerMismatchError
-            When it holds others.
+            There are other ids.
         """
         highest = max((int(segment.to_global.max(initial=0)) for segment in self.segments), default=0)
         if highest >= known:
@@ -175,7 +175,7 @@ class Datastore:
             )
 
     def calibration_path(self, model_key: str) -> Path | None:
-        """File in the store's folder where the calibration of one model may be kept; None if the store is read-only."""
+        """Return the file in the store's folder for the calibration of one model, None if the store is read-only."""
         folder = self.path / "calibration"
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", model_key).strip(".-")[:120] or "model"
         if not os.access(folder if folder.exists() else self.path, os.W_OK):
@@ -194,21 +194,21 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
     Parameters
     ----------
     path
-        Folder of the store, or the address of a remote (``hf://…``, ``s3://…``) that one was pushed to.
+        Folder of the store, or address of a remote (``hf://…``, ``s3://…``) that a store was pushed to.
     tokenizer
-        The tokenizer drafts are for (anything `tokenizer_fingerprint` takes, a fingerprint included), or None to skip
+        The model's tokenizer (anything that `tokenizer_fingerprint` takes, including a fingerprint), or None to skip
         the comparison.
 
     Raises
     ------
     StoreNotFoundError, StoreIncompleteError, StoreVersionError
-        When there is no store, an interrupted build, or one of another version.
+        There is no store, its build was interrupted, or it was written by another version.
     StoreCorruptError
-        When a file is missing or has the wrong size (`verify_datastore` checks every byte).
+        A file is missing or has the wrong size (`verify_datastore` checks every byte).
     StoreError
-        When a file may not be read.
+        A file may not be read.
     TokenizerMismatchError
-        When the store was built with another tokenizer.
+        The store was built with another tokenizer.
     """
     store = _opened(local_folder(path), as_written=False)
     if tokenizer is not None:
@@ -217,9 +217,9 @@ def open_datastore(path: str | os.PathLike[str], *, tokenizer: Any = None) -> Da
 
 
 def open_as_written(path: str | os.PathLike[str]) -> Datastore:
-    """Open a store's folder for a change of it, which drafts nothing: its indexes show removed documents like others.
+    """Open a store in order to change it: removed documents stay in its indexes.
 
-    So nothing is altered in memory, which takes a while where much was removed. Otherwise as `open_datastore`.
+    Hiding them would take a while if much was removed. Otherwise like `open_datastore`.
     """
     return _opened(Path(path), as_written=True)
 
@@ -238,7 +238,7 @@ def _opened(folder: Path, *, as_written: bool) -> Datastore:
 
 
 def open_segments(folder: Path, manifest: Manifest, *, as_written: bool) -> Datastore:
-    """The segments of a manifest, which need not stand in the folder yet."""
+    """Open the segments of a manifest that may not be published yet."""
     segments = tuple(
         open_segment(
             folder / SEGMENTS / entry.name,
@@ -255,17 +255,17 @@ def open_segments(folder: Path, manifest: Manifest, *, as_written: bool) -> Data
 
 
 def check_files(folder: Path, entry: SegmentEntry) -> None:
-    """Check the files of a segment from which a change makes others, with checksums of their own.
+    """Compare the checksums of a segment's files, before a change derives new files from them.
 
     Parameters
     ----------
     folder, entry
-        The store, and its entry of the segment.
+        The store's folder, and the segment's entry.
 
     Raises
     ------
     StoreCorruptError
-        When a file is damaged.
+        A file is damaged.
     """
     for name, file in sorted(entry.files.items()):
         if name in _CARRIED:
@@ -273,22 +273,22 @@ def check_files(folder: Path, entry: SegmentEntry) -> None:
 
 
 def check_tokenizer(folder: Path, manifest: Manifest, tokenizer: Any) -> None:
-    """Compare tokenizers as `Datastore.check_tokenizer` does, for a store that need not be whole."""
+    """Do as `Datastore.check_tokenizer` for a store that may be incomplete."""
     open_segments(folder, replace(manifest, segments=()), as_written=True).check_tokenizer(tokenizer)
 
 
 SHARE = 0.25
-"""Part of the memory that is asked for at most; stores beyond that are read as they are used."""
+"""Largest share of memory to read ahead; what does not fit is read on use."""
 _STEP = 1 << 17
 
 
 def read_ahead(stores: Sequence[Datastore]) -> None:
-    """Start reading the segments' files in the background, where the system can be asked.
+    """Let the system read the segments' files in the background, if it can.
 
     Parameters
     ----------
     stores
-        Open stores; files go in order of size, smallest first, as n-gram tables and top tables are used most.
+        Open stores. The smallest files are read first: n-gram tables and top tables are used most.
     """
     if not hasattr(os, "posix_fadvise"):
         return
@@ -316,16 +316,16 @@ def _request_reads(paths: Sequence[Path]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SourcedRun:
-    """Accepted drafted tokens that stand verbatim in one document of a store.
+    """Accepted draft tokens that occur verbatim in one document of a store.
 
     Attributes
     ----------
     position, tokens
-        Index of the first among the new tokens, and how many.
+        Index of the first among the new tokens, and their number.
     store, path, licence
-        Folder of the store; the document's path in it and its stated licence (`""`: none stated).
+        Folder of the store, path of the document, and its licence (`""`: none stated).
     store_position
-        Token position in the store's segment.
+        Position of the first token in the store's segment.
     """
 
     position: int
@@ -337,12 +337,12 @@ class SourcedRun:
 
 
 def sourced_runs(runs: Iterable[tuple[int, int, int]], datastores: Sequence[Datastore]) -> list[SourcedRun]:
-    """Look up the documents of (position, tokens, origin) runs; origins outside the stores are left out.
+    """Look up the documents of (position, tokens, origin) runs; runs from outside the stores are left out.
 
     Raises
     ------
     StoreCorruptError
-        When the catalogue of a store is damaged.
+        The document table of a store is damaged.
     """
     segments = [(store, index) for store in datastores for index in range(len(store.segments))]
     found = []

@@ -1,8 +1,7 @@
-"""Synchronising: a store is made to say what some folders say now.
+"""Synchronise a store with the present contents of folders.
 
-What counts is the document tables. What a folder said last time (size, time and SHA-256 of every file, in ``sync.json``
-beside the manifest) only spares reading it again: where that is lost, or was made under other rules, all files are read
-once.
+The document tables are authoritative. ``sync.json`` beside the manifest (size, time and SHA-256 of every file) only
+saves reading unchanged files again: without it, or after a change of the rules, all files are read once.
 """
 
 from __future__ import annotations
@@ -43,32 +42,32 @@ from retrieve_spec.errors import BuildError, StoreLockedError
 
 STATE = "sync.json"
 FOLLOWED_BYTES = 1 << 20
-"""Largest file that enters from a folder that is followed."""
+"""Size limit for files of a synchronised folder in bytes."""
 RACY_NS = 2_000_000_000
-"""A file that changed this shortly before it was looked at may change again without another time."""
+"""A file changed so shortly before it was read may change again without a new time, in nanoseconds."""
 
 
 FolderState = dict[str, tuple[Any, ...]]
-"""Of each file by its place: bytes, times of the last change in nanoseconds by the file itself (0: look again) and by
-the system, and of each of its texts the name after that of the file, SHA-256 or "", reason it is left out or "",
-licence by its own lines or None without any."""
+"""Per file, by path: size in bytes, times of the last change of content (0: read again) and of metadata in
+nanoseconds, and of each of its texts the suffix of its name, SHA-256 or "", reason for skipping it or "", and its own
+licence or None."""
 
 
 def scan_folder(
     source: Source, before: FolderState, store: Path, most_bytes: float = math.inf
 ) -> dict[SourceFile, tuple[Any, ...]]:
-    """Return the present `FolderState` of a folder, by file, in order; files that did not change are not read.
+    """Return the present `FolderState` of a folder, in order of its files; unchanged files are not read.
 
     Parameters
     ----------
     source
         The folder.
     before
-        What it said last time.
+        Its state at the last synchronisation.
     store
-        Where the store is, which is no part of the folder.
+        Folder of the store, which is left out.
     most_bytes
-        Bytes of files with text, those that changed last, from which on the others stay out.
+        Most bytes of text files; those changed last enter, and the others are left out.
     """
     entries = source.entry_filter(Path(source.path), FOLLOWED_BYTES)
     racy = time.time_ns() - RACY_NS
@@ -92,7 +91,7 @@ def scan_folder(
 
 
 def _texts(entries: EntryFilter, file: SourceFile) -> Iterator[list[Any]]:
-    """Name after that of the file, SHA-256 or "", reason or "", own licence, of every text that a file holds."""
+    """Return suffix of the name, SHA-256 or "", reason or "", and own licence of every text in a file."""
     for text in texts_of([file], FOLLOWED_BYTES):
         content, skip = read_text(text, entries)
         rest = text.path[len(file.path) :]
@@ -100,7 +99,7 @@ def _texts(entries: EntryFilter, file: SourceFile) -> Iterator[list[Any]]:
 
 
 def read_state(store: Path, rules: str) -> dict[str, FolderState]:
-    """What folders said when a store was last synchronised under some rules, by folder."""
+    """Read the folders' states at the last synchronisation, by folder; empty if the rules differed."""
     try:
         raw = json.loads((store / STATE).read_bytes())
         found = {root: {name: tuple(said) for name, said in files.items()} for root, files in raw["folders"].items()}
@@ -110,7 +109,7 @@ def read_state(store: Path, rules: str) -> dict[str, FolderState]:
 
 
 def write_state(store: Path, states: dict[str, FolderState], rules: str) -> None:
-    """Remember what folders said; half of it, after a failure of the power, would be none."""
+    """Write the folders' states; a file damaged by a power failure reads as empty."""
     content = json.dumps({"rules": rules, "folders": states})
     written = store / f"{STATE}.tmp"
     written.write_bytes(content.encode("utf-8", "surrogateescape"))
@@ -118,7 +117,7 @@ def write_state(store: Path, states: dict[str, FolderState], rules: str) -> None
 
 
 MOST_SMALL = 8
-"""Small segments that may stand beside each other; more are merged."""
+"""Most small segments of a store; if there are more, some are merged."""
 
 
 def sync_datastore(
@@ -134,45 +133,45 @@ def sync_datastore(
     workers: int | None = None,
     progress: bool = False,
 ) -> ChangeReport:
-    """Make a store say what folders say: new, changed, moved and deleted files; other documents stay as they are.
+    """Synchronise a store with folders: new, changed, moved and deleted files; other documents stay unchanged.
 
-    What may enter is decided by `EntryFilter`. Killed at any moment, it leaves the old store or the new one.
+    `EntryFilter` decides which files may enter. If the process is killed, the store is either the old or the new one.
 
     Parameters
     ----------
     path
-        Folder of the store, which is made when there is none.
+        Folder of the store, which is created if it does not exist.
     folders
-        What to follow.
+        Folders to synchronise with.
     tokenizer
-        Of the model that will draft; only a new store needs it.
+        Tokenizer of the model; only needed for a new store.
     licence
-        Licence to record with new documents; with `licences`, with those that state none.
+        Licence to record with new documents; with `licences`, only with those that state none.
     licences
-        SPDX identifiers of the licences under which files may enter; any where there are none.
+        SPDX identifiers of the allowed licences; empty: all files are allowed.
     admit
-        Parts of the filter that do not count (`retrieve_spec.datastore.entry_filter.PARTS`).
+        Disabled parts of the filter (`retrieve_spec.datastore.entry_filter.PARTS`).
     config
         Settings of a new store.
     most_bytes
-        Bytes of each folder that enter at most, those of the files that changed last.
+        Most bytes per folder; the files changed last enter.
     workers, progress
         As for `build_datastore`.
 
     Returns
     -------
     ChangeReport
-        Documents and tokens that were added; `skipped` is what may not enter, and why.
+        Numbers of added documents and tokens; `skipped` lists files that may not enter, and why.
 
     Raises
     ------
     BuildError
-        When a folder is not there, a licence is no SPDX identifier, there is no such part of the filter, or nothing of
-        the folders may enter a new store.
+        A folder does not exist, a licence is no SPDX identifier, there is no such part of the filter, or nothing of the
+        folders may enter a new store.
     TokenizerMismatchError
-        When the store has another tokenizer.
+        The store has another tokenizer.
     StoreLockedError
-        When another process is writing to it.
+        Another process is writing to it.
     """
     store = folder_of(path, "sync")
     roots = [_root(folder) for folder in folders]
@@ -195,7 +194,7 @@ def sync_datastore(
 
 
 def _without_documents(store: Path, tokenizer: Any, config: StoreConfig | None) -> Datastore:
-    """A store that is about to be made, of which there is nothing but the tokenizer."""
+    """Create the tokenizer of a new store; return a manifest without segments."""
     settings = checked(config or StoreConfig(), tokenizer)
     return open_segments(store, first_manifest(store, tokenizer, settings), as_written=True)
 
@@ -252,11 +251,11 @@ def _synchronised(
 
 
 Wanted = dict[tuple[str, str], set[str]]
-"""Hashes of the texts that folders say, by folder and name: two files may have one readable name."""
+"""Hashes of the folders' texts by folder and name; two files may have the same readable name."""
 
 
 def _compare(store: Datastore, roots: Sequence[str], wanted: Wanted) -> tuple[Chosen, set[str]]:
-    """Documents that the folders do not say any more, and hashes of the texts that the store goes on holding."""
+    """Return the documents that the folders no longer contain, and hashes of the texts that stay in the store."""
     gone: Chosen = {}
     held = set()
     for document in store.documents():
@@ -277,7 +276,7 @@ def _change(
     workers: int | None,
     progress: bool,
 ) -> ChangeReport:
-    """Publish a store without some documents and with those of some files, in one change."""
+    """Remove some documents, and add those of some files, in one change."""
     manifest = opened.manifest
     config = checked(config_of(manifest), work.store / manifest.tokenizer_name)
     event = begin_change(work, "sync", sources=sources)
@@ -299,7 +298,7 @@ def _change(
 
 
 def _small(manifest: Manifest) -> list[SegmentEntry]:
-    """Segments to merge: the smallest ones, as long as the next is no larger than two times all before it."""
+    """Choose segments to merge: in order of size, while the next is at most twice as large as all before it."""
     limit = small_size(config_of(manifest).segment_tokens)
     small = [entry for entry in manifest.segments if entry.tokens + entry.documents <= limit]
     if len(small) <= MOST_SMALL:
@@ -321,10 +320,10 @@ def watch_folders(
     tell: Callable[[ChangeReport], object],
     **options: Any,
 ) -> None:
-    """Synchronise a store, and again whenever something in the folders changes, until interrupted.
+    """Synchronise a store now and after every change in the folders, until interrupted.
 
-    `tell` is called with the first report, and with those that differ from the one before. While another process is
-    writing to the store it waits. Raises as `changes` and `sync_datastore` do.
+    `tell` is called with the first report and with those that differ from the one before. If another process is writing
+    to the store, it waits. Errors are those of `changes` and `sync_datastore`.
     """
     inside, due = folder_of(path, "sync").resolve(), True
     told: tuple[int, object] | None = None

@@ -1,4 +1,4 @@
-"""Watching folders: what changes in them, as the system tells it, or by looking where it does not."""
+"""Watch folders for changes, by notifications of the system, or by polling where there are none."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from typing import Any
 from retrieve_spec.errors import BuildError
 
 LOOK_MS = 3000
-"""How often folders are looked through where the system tells of no changes."""
+"""Polling interval where the system gives no notifications."""
 AGAIN_S = 60.0
-"""How often everything counts as changed anywhere: notices get lost, and file systems are mounted meanwhile."""
+"""Interval after which all folders count as changed, since notifications get lost and file systems are mounted."""
 _MOUNTS = Path("/proc/self/mountinfo")
 _SILENT = re.compile(
     r"nfs4?|9p|fuse(?:blk|\..*)?|cifs|smb\w*|virtiofs|vboxsf|prl_fs|vmhgfs|drvfs|afs|ceph|lustre|gpfs|beegfs\w*|ocfs2"
     r"|orangefs|pvfs2|gfs2|coda|ncpfs|davfs|acfs|glusterfs|wekafs|panfs|hgfs"
 )
-"""File systems, by their types, that others write to, of which the system tells nothing here."""
+"""Types of file systems that other machines write to, without notifications here."""
 log = logging.getLogger("retrieve_spec")
 
 
 def changes(folders: Sequence[Path], stop: threading.Event | None = None) -> Iterator[set[Path]]:
-    """What changed in some folders: an empty set once they are watched, then one twice a second at least.
+    """Yield the changed paths: an empty set as soon as the folders are watched, then a set at least twice a second.
 
-    Folders of file systems that tell of no changes are looked through every few seconds; so are all where a limit of
-    the system on watches is used up, which is logged with the command that raises it. Every minute the folders
-    themselves count as changed.
+    File systems without notifications are polled every few seconds. So are all folders if the system's limit on watches
+    is reached, which is logged with the command that raises the limit. Every minute the folders themselves count as
+    changed.
 
     Raises
     ------
     BuildError
-        When watchfiles is not installed.
+        watchfiles is not installed.
     OSError, RuntimeError
-        When the folders cannot be watched, or the name of a file is not Unicode: what else changed then is not told.
+        The folders cannot be watched, or the name of a file is not Unicode; changes may be lost then.
     """
     try:
         from watchfiles import watch
@@ -59,14 +59,14 @@ def changes(folders: Sequence[Path], stop: threading.Event | None = None) -> Ite
             if polling or not any(sign in str(error) for sign in ("watch limit", "Too many open files")):
                 raise
             log.warning(
-                "the system's watches are used up, so folders are looked through every %d s; to raise the limits: "
+                "the system's limit on watches is reached, so folders are polled every %d s; to raise it: "
                 "sudo sysctl fs.inotify.max_user_watches=1048576 fs.inotify.max_user_instances=1024",
                 LOOK_MS // 1000,
             )
 
 
 def is_silent(folder: Path) -> bool:
-    """Whether a folder, which is resolved, or a part of it lies on a file system of whose changes nothing is told."""
+    """Whether a resolved folder, or a part of it, is on a file system without notifications."""
     around, inside = "", []
     for place, kind in _mounts():
         if place == folder or place in folder.parents:
@@ -77,7 +77,7 @@ def is_silent(folder: Path) -> bool:
 
 
 def _mounts() -> Iterator[tuple[Path, str]]:
-    """Place and type of what is mounted, in the order in which it was; nothing where the system does not list it."""
+    """Yield path and type of mounted file systems, in order of mounting; nothing if the system has no list."""
     try:
         lines = _MOUNTS.read_text(errors="surrogateescape").splitlines()
     except OSError:
