@@ -23,7 +23,7 @@ from retrieve_spec.config import MAX_NODES, SpeculationConfig
 
 
 def parse_methods(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
-    """Split the list of methods."""
+    """Split a comma-separated list of methods."""
     names = [name.strip() for name in value.split(",") if name.strip()]
     if not names or len(set(names)) != len(names):
         raise click.BadParameter("name each method once, separated by commas.")
@@ -79,9 +79,9 @@ def parse_methods(ctx: click.Context, param: click.Parameter, value: str) -> lis
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object on the last line.")
 def run(**options: Any) -> None:
-    """Let several methods answer the same prompts in turn (A B C A B C …) and report speed, identity and cost.
+    """Run several methods on the same prompts in turn (A B C A B C …), and report speed, identity and cost.
 
-    The folder gets report.md, summary.json and the raw results, those of an interrupted run too (`bench report`).
+    The folder gets report.md, summary.json and the raw results; `bench report` also reports interrupted runs.
     """
     from retrieve_spec.bench.runner import RunOptions, run_bench
 
@@ -99,7 +99,7 @@ def run(**options: Any) -> None:
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object on the last line.")
 def report(folder: Path, as_json: bool) -> None:
-    """Write report.md and summary.json from the results in FOLDER, finished or not."""
+    """Write report.md and summary.json from the results in FOLDER, even of an interrupted run."""
     _show(folder, as_json)
 
 
@@ -144,9 +144,9 @@ def replay(
 ) -> None:
     """Replay the recorded answers of TRACE through a drafter, without the model that wrote them.
 
-    TRACE is JSON Lines with "prompt" and "output" (and "more": [[context, answer], …] for later turns). At each step
-    the drafter proposes, the recorded answer decides what is accepted, and one more token follows, as verification
-    would. Sources that learn from a model's logits stay empty, so a model gets at least these figures.
+    TRACE is JSON Lines with "prompt" and "output" (and "more": [[context, answer], …] for later turns). In each pass
+    the drafter proposes a tree, the recorded answer decides which tokens are accepted, and one more token follows, as
+    in verification. Sources that learn from logits stay empty, so a real model gets at least these figures.
     """
     from tqdm import tqdm
 

@@ -1,4 +1,4 @@
-"""Machine facts that every published figure carries: processor, versions, commit, load, other work."""
+"""Facts about the machine that are published with every figure: processor, versions, commit, load, other work."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 from retrieve_spec.processors import processors
 
 BUSY_LOAD = 0.5
-"""Load per core at the start above which it is said."""
+"""Load per core at the start above which it is reported."""
 BUSY_OTHERS = 0.05
-"""Share of the machine that other processes may take before times are for orientation only."""
+"""Share of the machine used by other processes above which times are only a rough guide."""
 NOT_MEASURED = (":(exclude)docs", ":(exclude)tests", ":(exclude)*.md")
-"""What may differ from the commit without changing a figure; data files are written there while parts are measured."""
+"""Folders whose changes do not affect figures; data files are written there during measurements."""
 PACKAGES = ("retrieve-spec", "torch", "transformers", "tokenizers", "numpy", "numba", "faiss-cpu")
 
 
 def machine_facts() -> dict[str, Any]:
-    """Processor, memory, accelerator, load, versions, commit and date."""
+    """Return processor, memory, accelerator, load, versions, commit and date."""
     import torch
 
     facts: dict[str, Any] = {
@@ -42,7 +42,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """The facts in one line."""
+    """Return the facts in one line."""
     packages = facts["packages"]
     threads = f"{facts['torch_threads']} thread{'s' if facts['torch_threads'] != 1 else ''}"
     where = facts.get("gpu") or f"{facts['processor']}, {facts['cores']} cores, {threads}"
@@ -53,7 +53,7 @@ def summary(facts: dict[str, Any]) -> str:
 
 
 def _other_work(facts: dict[str, Any]) -> str:
-    """What else the machine did; the load tells it only where nothing counted."""
+    """Describe the machine's other work; by the load only if nothing was counted."""
     others, busy_others = facts.get("others"), BUSY_OTHERS * facts["cores"]
     if others is not None:
         note, busy = f"other processes took {others:.2f} cores meanwhile", others > busy_others
@@ -64,13 +64,13 @@ def _other_work(facts: dict[str, Any]) -> str:
 
 
 class OtherWork:
-    """Counts what other processes do on this machine from its creation on, the host's other guests included."""
+    """Counts the processor time of other processes from its creation on, including other guests of the host."""
 
     def __init__(self) -> None:
         self._began = _other_seconds()
 
     def cores(self) -> float | None:
-        """Cores kept busy on average, 0.5 for one of them half of the time; None where the system does not say."""
+        """Average number of cores used by others (0.5: one of them half of the time); None if unknown."""
         now = _other_seconds()
         if self._began is None or now is None or now[0] <= self._began[0]:
             return None
@@ -78,7 +78,7 @@ class OtherWork:
 
 
 def _other_seconds() -> tuple[float, float] | None:
-    """Now, and the processor seconds since the start of the machine that are not this process's or its children's."""
+    """Return the time, and the processor seconds since boot not used by this process and its children."""
     try:
         _cpu, *jiffies = Path("/proc/stat").read_text().splitlines()[0].split()
         user, nice, system, _idle, _waiting, irq, softirq, steal = (int(number) for number in jiffies[:8])
@@ -103,7 +103,7 @@ def _version(name: str) -> str:
 
 
 def _commit() -> str:
-    """Commit of the checkout this package is in, with a plus sign when files differ from it; empty without one."""
+    """Return the commit of this package's checkout, with a plus sign if files differ from it; empty without one."""
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return ""

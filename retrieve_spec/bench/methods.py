@@ -1,13 +1,13 @@
-"""Benchmark methods: a name as `--methods` takes it, one timed generation with it, and drafters without a source.
+"""Benchmark methods: parse the names that `--methods` takes, time one generation, and leave out sources.
 
 `plain`
-    transformers' own `generate`, untouched.
+    transformers' own `generate`.
 `prompt-lookup` or `prompt-lookup:K`
     transformers' own prompt lookup with K (10) candidate tokens.
 `off`, `auto`, any preset, and each with `:N`
     this library's loop; N fixes the nodes per pass. `ours/prompt-lookup` is the preset of that name.
 `auto~SOURCE`
-    `auto` without a source (`~` can be repeated, `:N` comes last).
+    `auto` without a source (`~` can be repeated; `:N` comes last).
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ PROMPT_LOOKUP_TOKENS = 10
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One way to generate.
+    """A way to generate.
 
     Attributes
     ----------
     name
-        As the user wrote it.
+        Name as the user wrote it.
     kind
         `"plain"`, `"prompt-lookup"`, or the `draft` of ours.
     nodes
-        After the colon: nodes per pass or candidate tokens; None leaves the default.
+        Number after the colon: nodes per pass or candidate tokens; None: the default.
     ours
-        Whether this library's loop decodes.
+        Whether this library decodes.
     without
-        Sources that `auto` does without.
+        Sources that `auto` leaves out.
     """
 
     name: str
@@ -68,13 +68,13 @@ class Generation:
     Attributes
     ----------
     token_ids
-        What was generated, an end token included.
+        Generated tokens, including an end token.
     seconds, first_token_s
-        Wall time of the call, prompt included, and until the first token was handed out.
+        Wall time of the call, including the prompt, and until the first token was returned.
     passes
-        Forward passes of the model, the prompt's included.
+        Forward passes of the model, including the prompt's.
     report
-        What this library says of its own generation; None for transformers' methods.
+        This library's report of the generation; None for transformers' methods.
     """
 
     token_ids: list[int]
@@ -85,12 +85,12 @@ class Generation:
 
 
 def parse_method(name: str) -> Method:
-    """Read a method's name.
+    """Parse a method's name.
 
     Raises
     ------
     ConfigError
-        There is no such method, the part after the colon is no number, or the method takes none.
+        There is no such method, the part after the colon is not a number, or the method takes none.
     """
     kind, colon, number = name.removeprefix(OURS).partition(":")
     kind, *without = kind.split(WITHOUT)
@@ -105,25 +105,25 @@ def parse_method(name: str) -> Method:
 
 
 def sampling(temperature: float, top_p: float) -> dict[str, Any]:
-    """Arguments of `generate`: greedy at temperature 0."""
+    """Return sampling arguments of `generate`; temperature 0 is greedy."""
     if temperature > 0:
         return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
 class FirstToken:
-    """A streamer that notes when the first token came."""
+    """Streamer that records the time of the first token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     @property
     def at(self) -> float:
-        """When it came: the first call brings the prompt, the second the first token."""
+        """Time of the first token: the first call brings the prompt, the second the first token."""
         return self.times[1]
 
     def put(self, value: Any) -> None:
-        """Note the time of a call."""
+        """Record the time of a call."""
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
@@ -131,7 +131,7 @@ class FirstToken:
 
 
 class EmptyContext(SuffixAutomaton):
-    """A context source that stays empty: kernels find no room in it, and `extend` makes none."""
+    """Context source that stays empty: it has no room for kernels, and `extend` adds none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,27 +153,27 @@ SOURCES: dict[str, dict[str, Any]] = {
     "alignment": {"alignments": None},
     "bigrams": {"bigrams": None},
 }
-"""Fields of the mixture's `TextSources` by the name of a source, with what they are without it (types are called)."""
+"""By source: the field of the mixture's `TextSources`, and its value without the source (types are called)."""
 
 
 class FreshDrafter:
-    """A drafter that `renew` puts back to how it began; everything else is the drafter's own.
+    """A drafter that `renew` resets; everything else is delegated to the drafter.
 
-    What it learns is kept in memory only: a calibration file beside a store would carry one measurement into the next.
+    What it learns is kept in memory only: a calibration file beside a store would affect the next measurement.
 
     Parameters
     ----------
     config, datastores
-        What `build_drafter` takes.
+        Arguments of `build_drafter`.
     without
-        Names of sources that `auto` does without.
+        Names of sources that `auto` leaves out.
     tokenizer
-        Of the model that answers, if it is known.
+        The model's tokenizer, if known.
 
     Raises
     ------
     ConfigError
-        No such source, or the preset is not `auto`.
+        There is no such source, or the preset is not `auto`.
     """
 
     def __init__(
@@ -189,12 +189,12 @@ class FreshDrafter:
         self.renew()
 
     def use_bigrams(self, bigrams: Bigrams) -> None:
-        """Draft from bigrams of the model that answers; the drafter begins anew."""
+        """Draft from bigrams of the model, after a reset."""
         self._bigrams = bigrams
         self.renew()
 
     def renew(self) -> None:
-        """Forget all that was learned."""
+        """Forget everything learned."""
         calibration = Calibration(classes=self._classes)
         self.drafter: Any = build_drafter(
             self._config, datastores=self._datastores, calibration=calibration, bigrams=self._bigrams
@@ -203,7 +203,7 @@ class FreshDrafter:
             self._remove(name)
 
     def prepare(self) -> None:
-        """As `Preparable`; defined here because protocols look at classes (Python 3.12 and newer)."""
+        """Prepare the drafter; defined here because protocols check classes (Python 3.12 and newer)."""
         self.drafter.prepare()
 
     def __getattr__(self, name: str) -> Any:
@@ -234,20 +234,20 @@ class FreshDrafter:
 
 
 class Bench:
-    """One model, ready to generate with any of several methods; each of ours keeps a state of its own.
+    """A model that generates with any of several methods; each of this library's methods has its own state.
 
     Parameters
     ----------
     model, tokenizer
-        As `from_pretrained` gave them.
+        The model and its tokenizer, as loaded by `from_pretrained`.
     methods
-        What will be asked for.
+        Methods that will be used.
     datastores
-        Open datastores for ours.
+        Open datastores for this library's methods.
     session
-        Whether ours remember earlier generations.
+        Whether this library's methods remember earlier generations.
     seed
-        For torch before every generation.
+        Seed for torch before every generation.
     options
         Further arguments of `generate`.
     """
@@ -277,7 +277,7 @@ class Bench:
                 self._states[method.name] = model.speculation
 
     def forget(self, method: Method) -> None:
-        """Put a method back to the state it began in; only measured costs stay."""
+        """Reset a method, except for measured costs."""
         if method.name in self._drafters:
             self._drafters[method.name].renew()
 
@@ -309,7 +309,7 @@ class Bench:
 
 
 def _now() -> float:
-    """Wall time with the device's queue empty."""
+    """Return the wall time after waiting for the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Replay of recorded answers: verification of a drafter without the model, and its acceptance figures."""
+"""Replay recorded answers: verify a drafter's trees without the model, and count accepted tokens."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One recorded conversation: the prompt, then segments in order; only generated ones are drafted.
+    """A recorded conversation: the prompt, then segments in order; only generated ones are drafted.
 
-    Rows of one group share text (a repository, a question asked again) and are kept on one side of a split.
+    Rows of one group share text (a repository, a repeated question), and are never split.
     """
 
     task: str
@@ -41,22 +41,22 @@ class TraceRow:
 
 
 def read_trace(path: str | Path, tokenizer: Any, limit: int | None = None) -> Iterator[TraceRow]:
-    """Rows of a trace file, encoded: the prompt with special tokens, every later segment without.
+    """Read and encode the rows of a trace file: prompts with special tokens, later segments without.
 
     Parameters
     ----------
     path
         JSON Lines with ``prompt``, ``output`` and optionally ``more`` ([[context, generation], …]), ``task``,
-        ``meta.loop`` (true: the row is left out), ``group`` (rows without one are groups of their own).
+        ``meta.loop`` (true: the row is left out), ``group`` (each row without one is a group).
     tokenizer
-        A `tokenizers.Tokenizer`, or what encodes as it does.
+        A `tokenizers.Tokenizer`, or an object with the same `encode`.
     limit
-        Rows read at most, in file order, left-out rows counted.
+        Most rows to read, in file order, including rows that are left out.
 
     Raises
     ------
     TraceError
-        When a line is not JSON or lacks a field.
+        A line is not JSON, or lacks a field.
     """
     with open(path, encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, 1):
@@ -95,16 +95,16 @@ def _ids(tokenizer: Any, text: str, special: bool) -> Ids:
 
 
 class Replay:
-    """Replays rows through one drafter and keeps the figures.
+    """Replays rows through one drafter, and collects figures.
 
     Parameters
     ----------
     drafter
-        A `Drafter` that can `feed`, too: append text that was neither drafted nor generated.
+        A `Drafter` with `feed`, which appends text that was neither drafted nor generated.
     nodes
-        Draft nodes per pass at most.
+        Most draft nodes per pass.
     node_cost
-        What a node adds to a pass, as a share of a pass without drafts; drafts are sized by it. None fills the nodes.
+        Cost of a node as a share of a pass without drafts, by which drafts are sized; None: use all nodes.
     """
 
     def __init__(self, drafter: Any, nodes: int = 60, node_cost: float | None = None) -> None:
@@ -116,7 +116,7 @@ class Replay:
         self._times: list[tuple[float, float]] = []  # microseconds of drafting and of learning
 
     def run(self, rows: Iterable[TraceRow], progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
-        """Replay all rows, calling ``progress(tokens, passes)`` with the totals after each; see `result`."""
+        """Replay all rows; call ``progress(tokens, passes)`` with the totals after each. See `result`."""
         for row in rows:
             self.drafter.start(row.prompt)
             for ids, generated in row.segments:
@@ -148,7 +148,7 @@ class Replay:
             at += len(emitted)
 
     def result(self) -> dict[str, Any]:
-        """Figures so far, as one JSON-ready object."""
+        """Return the figures so far as a JSON-ready object."""
         total = sum(self._by_task.values(), Counter[str]())
         passes = max(total["passes"], 1)
         took = passes + (self.node_cost or 0.0) * total["nodes"]
@@ -176,7 +176,7 @@ class Replay:
 
 
 def walk(tree: DraftTree, output: Ids) -> Ids:
-    """Nodes of the path that the recorded output takes; the bonus token is left for the end of the output."""
+    """Return the nodes on the recorded output's path; leave its last token as the bonus token."""
     path, at = list[int](), ROOT
     edges = zip(tree.parent.tolist(), tree.token_ids.tolist(), strict=True)
     children = {edge: node for node, edge in enumerate(edges)}
@@ -190,7 +190,7 @@ def walk(tree: DraftTree, output: Ids) -> Ids:
 
 
 def halves(rows: Iterable[TraceRow]) -> tuple[list[TraceRow], list[TraceRow]]:
-    """Every other group of the rows, and the groups between."""
+    """Split rows into every other group and the rest."""
     sides: tuple[list[TraceRow], list[TraceRow]] = [], []
     place: dict[str, int] = {}
     for row in rows:
@@ -203,7 +203,7 @@ def _quantiles(values: NDArray[np.float64]) -> dict[str, float]:
 
 
 def _taught(drafter: Any, rows: Iterable[TraceRow]) -> Any:
-    """A drafter that knows the phrases of recorded answers, one request each, and learns no more of them."""
+    """Return a drafter that has learned phrases from recorded answers, one request each, and learns no more."""
     sources = getattr(drafter, "sources", None)
     if sources is None or sources.phrases is None:
         raise ConfigError("a drafter that drafts from phrases", "another one", "Replay `auto` with its phrases.")
@@ -227,29 +227,29 @@ def replay_trace(
     limit: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Replay the recorded answers of a file and count what drafting would have saved.
+    """Replay the recorded answers of a file, and count the passes that drafting saves.
 
     Parameters
     ----------
     path
-        The trace: JSON Lines (`read_trace` says what a line holds).
+        The trace, JSON Lines as described at `read_trace`.
     tokenizer
-        The tokenizer of the model that will answer: a ``tokenizer.json``, a model folder, a hub id or an object.
+        The model's tokenizer: a ``tokenizer.json``, a model folder, a hub id or an object.
     config
-        What drafts; with a session, the answers of earlier rows are remembered.
+        Drafting settings; with a session, answers of earlier rows are remembered.
     nodes
-        Nodes per pass at most.
+        Most nodes per pass.
     node_cost
-        What a node adds to a pass, as a share of a pass without drafts: `auto` then sizes its drafts by it.
+        Cost of a node as a share of a pass without drafts; `auto` then sizes its drafts by it.
     stores
         Folders of datastores to draft from.
     without
-        Sources that `auto` does without.
+        Sources that `auto` leaves out.
     phrases
-        `"live"`: learned from one row to the next, as a model does. `"warm"`: each half of the rows (`halves`) is
-        replayed with the phrases of the other half and learns none, so that figures are those of phrases alone.
+        `"live"`: learn phrases from row to row, as in use. `"warm"`: replay each half of the rows (`halves`) with
+        phrases of the other half, without learning more, which isolates the effect of phrases.
     limit
-        Rows read at most.
+        Most rows to read.
     progress
         Called with the tokens and passes so far after each row.
 
@@ -258,12 +258,12 @@ def replay_trace(
     dict
         `tokens_per_pass`, `nodes_per_pass`, `passes`, `tokens`, `propose_us` and `observe_us` (p50, p99),
         `expected_tokens_per_pass`, `by_task`, `accepted_by_source`; with `node_cost` also `speedup`: tokens in the time
-        of a pass without drafts, drafting itself not counted.
+        of a pass without drafts, excluding the time of drafting.
 
     Raises
     ------
     TraceError, TokenizerMismatchError, UnknownPresetError, MissingSourceError
-        When the file, a store or the preset does not fit.
+        The file, a store or the preset cannot be used.
     """
     encoder = load_tokenizer(tokenizer)
     opened = [open_datastore(store, tokenizer=encoder) for store in stores]

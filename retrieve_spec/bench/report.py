@@ -1,11 +1,11 @@
-"""Results of `bench run`: the folder they are kept in, their statistics, and the report of them.
+"""Results of `bench run`: the results folder, its statistics, and reports.
 
 ::
 
-    OUT/run.json        what was measured: command, machine, model, methods, options, prompts
-    OUT/results.jsonl   one line per (run, prompt, method), written when all methods have answered the prompt
-    OUT/summary.json    medians with bootstrap intervals over prompts; ratios are taken within one run only
-    OUT/report.md       the same as tables
+    OUT/run.json        description of the run: command, machine, model, methods, options, prompts
+    OUT/results.jsonl   one line per (run, prompt, method), written after all methods have answered the prompt
+    OUT/summary.json    medians with bootstrap intervals over prompts; ratios are only taken within a run
+    OUT/report.md       the summary as tables
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from retrieve_spec.errors import TraceError
 
 RUN_FILE, RESULTS_FILE = "run.json", "results.jsonl"
 PARTS = ("prefill", "draft", "verify", "commit", "learn")
-"""What the time of a generation goes to."""
+"""Parts of a generation's time."""
 FORMAT = 3
 RESAMPLES, CONFIDENCE = 2000, 0.95
 NOISE = 0.03
-"""Share by which a single answer must be slower than our loop without drafts before it is listed."""
+"""Answers that are slower than without drafts by more than this share are listed."""
 LOSING_SHOWN = 15
 _MARKUP = re.compile(r"[\\`*<&\[|~]")
 
 
 @dataclass(slots=True)
 class Record:
-    """One method's answer to one prompt, over all its turns.
+    """A method's answers to all turns of one prompt.
 
     Attributes
     ----------
     run, prompt, task, method
-        Which one; runs count from 1.
+        What was run; runs are counted from 1.
     new_tokens, token_ids, texts
-        How many tokens were generated, and the answers, per turn.
+        Number of generated tokens, and per turn, their ids and text.
     passes, nodes
-        Forward passes, prompts' included; draft tokens verified (None: not reported).
+        Forward passes, including those of prompts; verified draft tokens (None: not reported).
     seconds, first_token_s
-        Wall time over all turns, prompts' included; until the first token of each turn, summed.
+        Wall time of all turns, including prompts; summed time to the first token of each turn.
     split_ms
-        Milliseconds in prefill, draft, verify, commit, learn.
+        Milliseconds of prefill, draft, verify, commit, learn.
     accepted_by_source, mode, reason
         As in `GenerationReport`.
     looping
-        Whether the last answer ends in a loop.
+        Whether the last answer ends in a loop of repeated text.
     divergence
-        Where the answers first differ from the reference method's, None if nowhere: `{"turn", "position", "gap"}`, gap
-        being the difference of the two tokens' logits there.
+        First difference from the reference method's answers, if any: `{"turn", "position", "gap"}`, where gap is the
+        difference of the two tokens' logits.
     """
 
     run: int
@@ -81,25 +81,25 @@ class Record:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens by wall time, prompt included."""
+        """New tokens by wall time, including prompts."""
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def ms_per_token(self) -> float:
-        """Milliseconds per token after the first of each turn, prompts excluded."""
+        """Milliseconds per token after the first of each turn, excluding prompts."""
         later = self.new_tokens - len(self.token_ids)
         return (self.seconds - self.first_token_s) / later * 1e3 if later > 0 else 0.0
 
 
 class ResultsFolder:
-    """A folder that results are added to as they come, so that an interrupted run can be reported.
+    """A folder to which results are added one by one, so that interrupted runs can be reported.
 
     Parameters
     ----------
     path
-        Made if it is not there.
+        Created if it does not exist.
     header
-        What is going to be measured.
+        Description of the run.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
@@ -109,23 +109,23 @@ class ResultsFolder:
         self.note()
 
     def add(self, records: list[Record]) -> None:
-        """Write all methods' answers to one prompt."""
+        """Write the answers of all methods to one prompt."""
         with open(self.path / RESULTS_FILE, "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(asdict(record)) + "\n" for record in records))
 
     def note(self, **facts: Any) -> None:
-        """Add facts to the header."""
+        """Add facts to the description of the run."""
         self.header |= facts
         (self.path / RUN_FILE).write_text(json.dumps(self.header, indent=1) + "\n", encoding="utf-8")
 
 
 def read_results(folder: Path) -> tuple[dict[str, Any], list[Record]]:
-    """What the results of a folder were measured with, and the results.
+    """Read a folder's description of the run and results.
 
     Raises
     ------
     TraceError
-        The folder holds no results, or those of another version.
+        The folder holds no results, or results of another version.
     """
     try:
         header = dict(json.loads((folder / RUN_FILE).read_text(encoding="utf-8")))
@@ -142,7 +142,7 @@ def read_results(folder: Path) -> tuple[dict[str, Any], list[Record]]:
 
 
 def write_report(folder: Path) -> dict[str, Any]:
-    """Write all files of the report; return the summary. Errors are those of `read_results`."""
+    """Write the report's files and return the summary; errors are those of `read_results`."""
     summary = summarise(*read_results(folder))
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     (folder / "report.md").write_text(markdown(summary), encoding="utf-8")
@@ -150,11 +150,11 @@ def write_report(folder: Path) -> dict[str, Any]:
 
 
 def interval(values: Sequence[float]) -> dict[str, float]:
-    """Median of values over prompts and a percentile bootstrap interval of it (Efron & Tibshirani, 1993).
+    """Return the median over prompts and its percentile bootstrap interval (Efron & Tibshirani, 1993).
 
     Returns
     -------
-    `value`, `low`, `high` and `prompts`; the same draws for the same number of prompts.
+    `value`, `low`, `high` and `prompts`; draws depend on the number of prompts only.
     """
     data = np.asarray(values, np.float64)
     if not len(data):
@@ -165,7 +165,7 @@ def interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratios(records: Sequence[Record], method: str, base: str) -> dict[str, float]:
-    """Tokens per second over the baseline's for each prompt, the median over runs of ratios within a run."""
+    """Return the speed over the baseline's for each prompt: the median over runs of the ratio within a run."""
     speed = {(r.run, r.prompt): r.tokens_per_second for r in records if r.method == base}
     found: dict[str, list[float]] = defaultdict(list)
     for r in records:
@@ -175,13 +175,13 @@ def ratios(records: Sequence[Record], method: str, base: str) -> dict[str, float
 
 
 def summarise(header: dict[str, Any], records: Sequence[Record]) -> dict[str, Any]:
-    """All figures of a results folder.
+    """Return all figures of a results folder.
 
     Returns
     -------
-    `baseline` (the method whose speed is 1: plain, else our loop without drafts, else the first), `methods` (by name),
-    `losing` (prompts slower than the baseline, worst first), `slower_than_off` (prompts that one of ours answers slower
-    than our loop without drafts), and the header.
+    `baseline` (the method whose speed is 1: plain, else `off`, else the first), `methods` (by name), `losing` (prompts
+    slower than the baseline, worst first), `slower_than_off` (prompts for which drafts make this library slower), and
+    the description of the run.
     """
     methods = [name for name in header["methods"] if any(r.method == name for r in records)]
     base = next((name for name in (PLAIN, OFF) if name in header["methods"]), header["methods"][0])
@@ -202,9 +202,9 @@ def summarise(header: dict[str, Any], records: Sequence[Record]) -> dict[str, An
 
 
 def method_figures(records: Sequence[Record], method: str, base: str, sampled: bool = False) -> dict[str, Any]:
-    """Figures of one method, over all prompts, per task, and over answers that do not loop.
+    """Return the figures of one method for all prompts, per task, and for answers that do not loop.
 
-    `identical` counts answers that equal the reference method's; None for transformers' methods when sampled.
+    `identical` counts answers equal to the reference method's; None for sampled answers of transformers' methods.
     """
     mine = [record for record in records if record.method == method]
     tasks = sorted({subtask(record.task) for record in records})
@@ -227,10 +227,9 @@ def method_figures(records: Sequence[Record], method: str, base: str, sampled: b
 
 
 def speeds(records: Sequence[Record], method: str, base: str) -> dict[str, Any]:
-    """Speed and acceptance of one method over some records.
+    """Return speed and acceptance of one method for some records.
 
-    `speedup` is the median over prompts; `speedup_pooled` all tokens by all seconds (of several runs of a prompt its
-    median), over the same of the baseline.
+    `speedup` is the median over prompts; `speedup_pooled` is the ratio of `pooled` speeds.
     """
     mine = [record for record in records if record.method == method]
     passes, tokens = sum(record.passes for record in mine), sum(record.new_tokens for record in mine)
@@ -248,7 +247,7 @@ def speeds(records: Sequence[Record], method: str, base: str) -> dict[str, Any]:
 
 
 def pooled(records: Sequence[Record]) -> float:
-    """Tokens per second over all prompts; of several runs of a prompt the median one, which a hiccup does not move."""
+    """Return tokens per second of all prompts together, from the median run of each prompt."""
     runs: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for record in records:
         runs[record.prompt].append((record.new_tokens, record.seconds))
@@ -257,7 +256,7 @@ def pooled(records: Sequence[Record]) -> float:
 
 
 def split(records: Sequence[Record]) -> dict[str, float]:
-    """Milliseconds per new token by part; what the parts leave of the wall time is `other`."""
+    """Return milliseconds per new token by part; `other` is the rest of the wall time."""
     parts: Counter[str] = Counter()
     for record in records:
         wall, first = record.seconds * 1e3, record.first_token_s * 1e3
@@ -268,7 +267,7 @@ def split(records: Sequence[Record]) -> dict[str, float]:
 
 
 def losing(records: Sequence[Record], methods: Sequence[str], base: str) -> list[dict[str, Any]]:
-    """Prompts that a method answers slower than the baseline, worst first."""
+    """Return prompts that a method answers slower than the baseline, worst first."""
     tasks = {record.prompt: record.task for record in records}
     looping = {record.prompt for record in records if record.looping}
     found = [
@@ -281,7 +280,7 @@ def losing(records: Sequence[Record], methods: Sequence[str], base: str) -> list
 
 
 def markdown(summary: dict[str, Any]) -> str:
-    """The report for a terminal or a repository."""
+    """Return the report as Markdown."""
     header = summary["header"]
     fence = "``" if "`" in header["command"] else "`"
     how = f"T = {header['temperature']}" if header["temperature"] else "greedy"
@@ -300,13 +299,13 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text on one line that Markdown shows as it is: prompts, tasks and folders may have any name."""
+    """Return text as one line escaped for Markdown: prompts, tasks and folders may have any name."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return _MARKUP.sub(r"\\\g<0>", line)
 
 
 def facts(summary: dict[str, Any]) -> str:
-    """Machine, versions, prompts and stores in one line."""
+    """Return machine, versions, prompts and stores in one line."""
     header = summary["header"]
     done = f"{summary['prompts']} prompts, {summary['runs_done']} of {header['runs']} runs"
     stores = ", ".join(f"{path} ({size / 1e6:.0f} MB)" for path, size in header["stores"].items())
@@ -315,13 +314,13 @@ def facts(summary: dict[str, Any]) -> str:
 
 
 def sections(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tables of a report as `title`, `text`, `head` and `rows`; where it loses comes first."""
+    """Yield the tables of a report as `title`, `text`, `head` and `rows`, losing cases first."""
     made = [*_losing(summary), _overview(summary), _tasks(summary), _costs(summary)]
     return made + [part for part in (_divergences(summary), _sources(summary)) if part["rows"]]
 
 
 def _losing(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """Prompts on which this library's methods are slower than the baseline, and than its loop without drafts."""
+    """Table of prompts on which this library's methods are slower than the baseline, or than without drafts."""
     base, off = summary["baseline"], summary["slower_than_off"]
     mine = [entry for entry in summary["losing"] if parse_method(entry["method"]).ours]
     count = {name: f["speedup"]["prompts"] for name, f in summary["methods"].items() if parse_method(name).ours}
@@ -376,7 +375,7 @@ def _overview(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def ratio(value: dict[str, float]) -> str:
-    """A ratio and its interval."""
+    """Format a ratio with its interval."""
     return f"{value['value']:.2f} ({value['low']:.2f}-{value['high']:.2f})"
 
 

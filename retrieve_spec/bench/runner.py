@@ -1,4 +1,4 @@
-"""Interleaved runs: A B C A B C …, every method on the same prompts, in one process."""
+"""Interleaved runs (A B C A B C …): every method answers the same prompts in one process."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure.
+    """Plan of a measurement.
 
     Attributes
     ----------
     prompts, methods
-        All pairs of them.
+        Every method answers every prompt.
     runs
-        How often.
+        Number of repetitions.
     state
-        What ours may remember: `"cold"` nothing, `"session"` the turns of one conversation, `"shared"` everything
-        since the run began. A new run always starts afresh: it repeats the prompts.
+        What this library may remember: `"cold"` nothing, `"session"` the turns of one conversation, `"shared"`
+        everything since the run began. Every run starts without memory, since it repeats the prompts.
     max_new_tokens
         Per turn.
     sampled
-        Whether tokens are drawn instead of taking the most probable.
+        Whether tokens are sampled instead of greedy.
     """
 
     prompts: Sequence[Prompt]
@@ -55,24 +55,24 @@ class Plan:
 
     @property
     def reference(self) -> Method:
-        """The method whose texts the others' are compared with: plain, else our loop without drafts, else the first.
+        """The method whose texts others are compared with: plain, else `off`, else the first.
 
-        Sampled texts of transformers' loop and of ours agree in distribution only (their noise is drawn differently),
-        so then it is our loop without drafts, else the first of ours.
+        Sampled texts of transformers and of this library agree in distribution only (their noise is drawn
+        differently), so with sampling it is `off`, else the first of this library's methods.
         """
         ours = [method for method in self.methods if method.ours]
         candidates = ours if self.sampled and ours else self.methods
         return min(candidates, key=lambda method: (method.kind != PLAIN, method.kind != OFF))
 
     def comparable(self, method: Method) -> bool:
-        """Whether a method's texts should equal the reference's, token by token."""
+        """Whether a method's texts should equal the reference's token by token."""
         return not self.sampled or method.ours == self.reference.ours
 
     def groups(self) -> Iterator[tuple[int, Prompt, list[Method]]]:
-        """Runs and prompts with the methods in the order they answer.
+        """Yield runs and prompts with the methods in the order in which they answer.
 
-        Each prompt begins with another method, so that none is always first; in a conversation the reference begins,
-        because its first answer is what the second turn of all others follows.
+        Each prompt begins with another method, so that none is always first. In conversations the reference begins,
+        since the later turns of all methods follow its answers.
         """
         for run in range(1, self.runs + 1):
             for index, prompt in enumerate(self.prompts):
@@ -84,7 +84,7 @@ class Plan:
 
 
 def measure(bench: Bench, plan: Plan, folder: ResultsFolder, progress: Callable[[], object]) -> None:
-    """Measure all there is to; a prompt is written when all methods have answered it."""
+    """Measure everything; results of a prompt are written after all methods have answered it."""
     last_run = 0
     for run, prompt, methods in plan.groups():
         records: dict[str, Record] = {}
@@ -103,7 +103,7 @@ def measure(bench: Bench, plan: Plan, folder: ResultsFolder, progress: Callable[
 
 
 def divergence(bench: Bench, plan: Plan, prompt: Prompt, record: Record, reference: Record) -> dict[str, Any] | None:
-    """Where a method's answers leave the reference's, and the gap there (`parting`)."""
+    """Find the first difference of a method's answers from the reference's, and its gap (`parting`)."""
     for turn, (ours, theirs) in enumerate(zip(record.token_ids, reference.token_ids, strict=True)):
         before = encode(bench.tokenizer, prompt, reference.texts[:turn])[0]
         if (parted := parting(bench.model, before, ours, theirs)) is not None:
@@ -112,12 +112,12 @@ def divergence(bench: Bench, plan: Plan, prompt: Prompt, record: Record, referen
 
 
 def parting(model: Any, prompt_ids: torch.Tensor, ours: list[int], theirs: list[int]) -> tuple[int, float] | None:
-    """Where two texts after a prompt part.
+    """Find the first difference of two texts after a prompt.
 
     Parameters
     ----------
     model
-        Whose logits tell how near the two are.
+        Its logits give the gap.
     prompt_ids
         (n,) token ids.
     ours, theirs
@@ -126,8 +126,8 @@ def parting(model: Any, prompt_ids: torch.Tensor, ours: list[int], theirs: list[
     Returns
     -------
     tuple of int and float, or None
-        Number of the first token that differs, and the gap between the logits of the two tokens there (between the two
-        highest ones where a text ends); None where the texts are the same.
+        Index of the first token that differs, and the gap between the logits of the two tokens (between the two highest
+        ones where a text ends); None if the texts are equal.
     """
     if ours == theirs:
         return None
@@ -141,12 +141,12 @@ def parting(model: Any, prompt_ids: torch.Tensor, ours: list[int], theirs: list[
 
 
 def answer(bench: Bench, plan: Plan, prompt: Prompt, method: Method, run: int, earlier: Sequence[str]) -> Record:
-    """Let one method answer all turns of one prompt.
+    """Answer all turns of one prompt with one method.
 
     Parameters
     ----------
     earlier
-        The reference method's answers, which later turns follow; empty: its own.
+        The reference method's answers, which later turns follow; empty: the method's own.
     """
     record = Record(run, prompt.name, prompt.task, method.name, mode=method.kind)
     for turn in range(len(prompt.turns)):
@@ -171,7 +171,7 @@ def answer(bench: Bench, plan: Plan, prompt: Prompt, method: Method, run: int, e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """The options of `bench run`, whose help says what they mean."""
+    """Options of `bench run`, as described in its help."""
 
     model: str
     prompts: str
@@ -189,12 +189,12 @@ class RunOptions:
 
 
 def run_bench(options: RunOptions, out: Path, command: str, quiet: bool) -> None:
-    """Measure what the options say into the folder `out`, whose header names the `command`.
+    """Run a benchmark and write its results to the folder `out`, which records `command`.
 
     Raises
     ------
     RetrieveSpecError
-        Whatever is wrong with the model, the prompts, a method, a store or the folder.
+        The model, the prompts, a method, a store or the folder cannot be used.
     """
     logging.disable_progress_bar()
     if (out / RUN_FILE).exists():
@@ -226,7 +226,7 @@ def run_bench(options: RunOptions, out: Path, command: str, quiet: bool) -> None
 
 
 def _header(options: RunOptions, command: str, model: Any, questions: Sequence[Prompt]) -> dict[str, Any]:
-    """What the results folder says of a run; the digest keeps figures of different prompts from being compared."""
+    """Return the description of a run; its digest prevents comparing figures of different prompts."""
     which = f", {options.tasks} only" if options.tasks else ""
     digest = hashlib.sha256(json.dumps([astuple(question) for question in questions]).encode()).hexdigest()[:16]
     sizes = {

@@ -1,21 +1,21 @@
-"""Workloads: prompts that `--prompts` names, and their token ids.
+"""Workloads: the prompts that `--prompts` names, and their token ids.
 
-The built-in ones are made for the bundled model of files on this machine, so that nothing is downloaded. Five kinds,
-each labelled in `task`:
+The built-in ones are for the bundled model, and are made from files on this machine, so nothing is downloaded. There
+are five kinds, labelled in `task`:
 
 `unseen`
-    Files of installed packages that the bundled model's card holds out of its training.
+    Files of installed packages that were held out of the bundled model's training.
 `seen`
     Files of the interpreter's standard library, which the model was trained on.
 `edit`
-    An unseen file to be written again with one name changed; the old text is the prediction.
+    An unseen file, to be rewritten with one name changed; the old text is the prediction.
 `structured`
-    Tables of numbers, generated with a fixed seed: much repetition, little language.
+    Generated tables of numbers (fixed seed): much repetition, little language.
 `prose`
-    Long docstrings of modules, begun: little to copy, where drafting should lose (greedy, so small a model loops).
+    Beginnings of long module docstrings: little to copy, so drafting should lose (greedily, so small a model loops).
 
-The `everyday` ones are for chat models: to summarise, to correct, to add type hints, to extract as JSON, and questions
-whose answers repeat nothing.
+The `everyday` ones are for chat models: summarise, correct, add type hints, extract as JSON, and questions with answers
+that repeat nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BUILTIN, BUILTIN_PER_TASK = "builtin", 6
 EVERYDAY = "everyday"
 SPEC_BENCH = "spec-bench:"
 OTHER = "other"
-"""Task of prompts whose line names none."""
+"""Task of prompts without one."""
 MT_BENCH = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
 TASKS = ("unseen", "seen", "edit", "structured", "prose")
 LOOP_TAIL = 600
@@ -50,20 +50,20 @@ LOOP_RATIO = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a workload.
+    """A prompt of a workload.
 
     Attributes
     ----------
     name
         Unique within the workload, for example the file it was cut from.
     task
-        What it is counted under.
+        Kind of prompt, by which figures are grouped.
     turns
-        Texts of the user; more than one for a conversation.
+        The user's texts; more than one for a conversation.
     prediction
-        Text the user expects, for tasks where there is one.
+        Text that the user expects, if any.
     raw
-        Whether the turns are fed as they are, without a chat template.
+        Whether to use the turns without a chat template.
     """
 
     name: str
@@ -74,12 +74,12 @@ class Prompt:
 
 
 def holdout() -> frozenset[str]:
-    """Packages whose files the bundled model never saw, from the list written when it was trained."""
+    """Return packages that the bundled model was not trained on, from the list written at training."""
     return frozenset(json.loads((reference_path() / "corpus.json").read_text())["holdout"])
 
 
 def unseen_files() -> dict[str, str]:
-    """Texts of files of installed packages that were held out, by path."""
+    """Return the files of installed packages that were held out of training: texts by path."""
     found: dict[str, str] = {}
     for name in sorted(holdout()):
         try:
@@ -93,25 +93,25 @@ def unseen_files() -> dict[str, str]:
 
 
 def seen_files() -> dict[str, str]:
-    """Texts of files at the top of the interpreter's standard library, by name."""
+    """Return the top-level files of the interpreter's standard library: texts by name."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     return {path.name: text for path in sorted(folder.glob("*.py")) if (text := _usable(path))}
 
 
 def completion_prompt(path: str, text: str) -> str:
-    """The first 40 % of a file, cut at the end of a line, as the bundled model's documents begin.
+    """Return the first 40 % of a file, cut at a line end, in the form of the bundled model's documents.
 
-    At most 2,400 characters are shown, so that the prompt stays far from the model's 2,048 positions.
+    At most 2,400 characters, so that the prompt stays well below the model's 2,048 positions.
     """
     shown = text[: text.rfind("\n", 0, min(int(len(text) * 0.4), 2400)) + 1]
     return f"<|file_sep|>{path}\n{shown}"
 
 
 def edit_prompt(path: str, text: str) -> Prompt | None:
-    """Ask for a file again with its most used name changed; the unchanged file is the prediction.
+    """Return a prompt for a file with its most frequent name changed; the unchanged file is the prediction.
 
-    The bundled model follows no instructions, so the task is posed as it knows it: a second copy of the file that
-    has begun with the new name.
+    The bundled model does not follow instructions, so the prompt is the file and the beginning of a second copy with
+    the new name.
     """
     body = text[: text.rfind("\n", 0, 1600) + 1]
     names = re.findall(r"\bdef ([a-z]\w{3,})", body)
@@ -127,7 +127,7 @@ def edit_prompt(path: str, text: str) -> Prompt | None:
 
 
 def structured_prompts(count: int) -> Iterator[Prompt]:
-    """Python tables of made-up measurements, cut in the middle."""
+    """Yield Python tables of random measurements, cut in the middle."""
     for seed in range(count):
         rng = random.Random(seed)
         keys = rng.sample(["host", "port", "name", "size", "state", "owner", "price", "weight", "city"], 4)
@@ -137,7 +137,7 @@ def structured_prompts(count: int) -> Iterator[Prompt]:
 
 
 def prose_prompts(files: Sequence[tuple[str, str]]) -> Iterator[Prompt]:
-    """Module docstrings of at least 500 characters, cut in the middle."""
+    """Yield module docstrings of at least 500 characters, cut in the middle."""
     for path, source in files:
         try:
             text = ast.get_docstring(ast.parse(source)) or ""
@@ -149,14 +149,14 @@ def prose_prompts(files: Sequence[tuple[str, str]]) -> Iterator[Prompt]:
 
 
 def builtin(per_task: int = 6, tasks: tuple[str, ...] = TASKS) -> list[Prompt]:
-    """The workload that ships: the same prompts on every machine with the same packages and Python release.
+    """Return the built-in workload, which is the same for the same packages and Python release.
 
     Parameters
     ----------
     per_task
-        Prompts of each kind at most; fewer when too few files are installed.
+        Most prompts of each kind; fewer if too few files are installed.
     tasks
-        Which kinds.
+        Kinds of prompts.
     """
     unseen, seen = _spread(unseen_files(), 400), _spread(seen_files(), 100)
     made: dict[str, Iterator[Prompt]] = {
@@ -170,7 +170,7 @@ def builtin(per_task: int = 6, tasks: tuple[str, ...] = TASKS) -> list[Prompt]:
 
 
 def samples(tokenizer: Any) -> list[Prompt]:
-    """A prompt of each kind: everyday ones where there is a chat template, else the built-in ones."""
+    """Return a prompt of each kind: everyday ones if the tokenizer has a chat template, else built-in ones."""
     if not tokenizer.chat_template:
         return builtin(1)
     by_task = {prompt.task: prompt for prompt in reversed(read_prompts(EVERYDAY))}
@@ -178,13 +178,13 @@ def samples(tokenizer: Any) -> list[Prompt]:
 
 
 def loops(text: str) -> bool:
-    """Whether a text ends in a loop: its last 600 characters compress below 15 %."""
+    """Whether a text ends in a loop: its last 600 characters compress to less than 15 %."""
     tail = text[-LOOP_TAIL:].encode()
     return len(tail) >= LOOP_TAIL // 2 and len(zlib.compress(tail, 9)) < LOOP_RATIO * len(tail)
 
 
 def _usable(path: Path) -> str:
-    """Text of a file that is long enough to be cut and short enough to be code that a person wrote, else nothing."""
+    """Return a file's text if it is long enough to be cut and short enough to be handwritten code, else nothing."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -193,30 +193,29 @@ def _usable(path: Path) -> str:
 
 
 def _spread(files: dict[str, str], most: int) -> list[tuple[str, str]]:
-    """Shuffle with a fixed seed, so that the first few come from everywhere."""
+    """Shuffle with a fixed seed, so that the first few items come from everywhere."""
     chosen = list(files.items())
     random.Random(0).shuffle(chosen)
     return chosen[:most]
 
 
 def read_prompts(what: str, limit: int | None = None, tasks: Sequence[str] | None = None) -> list[Prompt]:
-    """Read a workload.
+    """Read the prompts of a workload.
 
     Parameters
     ----------
     what
         `"builtin"`, `"everyday"`, a JSON Lines file with `prompt` or `turns` and optionally `id`, `task` and
-        `prediction`, or `spec-bench:` and the path of its `question.jsonl`, whose names for these are `question_id`
-        and `category`.
+        `prediction`, or `spec-bench:` and the path of its `question.jsonl`, with `question_id` and `category` instead.
     limit
-        Take at most so many, in order; of the built-in ones so many of each kind.
+        Most prompts, in order; for built-in ones, most of each kind.
     tasks
-        Take only prompts of these tasks (of Spec-Bench: its categories).
+        Only prompts of these tasks (for Spec-Bench: categories).
 
     Raises
     ------
     TraceError
-        The file is not there, or a line is not in one of the formats.
+        The file does not exist, or a line has none of the formats.
     """
     if what == BUILTIN:
         return _of_tasks(builtin(limit or BUILTIN_PER_TASK), tasks, what)
@@ -247,7 +246,7 @@ def _of_tasks(prompts: list[Prompt], tasks: Sequence[str] | None, what: str) -> 
 
 
 def _prompt(line: str, number: int, path: Path) -> Prompt:
-    """Read one line, with the field names of Spec-Bench's questions or with ours."""
+    """Parse a line with the field names of Spec-Bench or of this library."""
     try:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is neither a prompt nor a name
@@ -266,17 +265,17 @@ def _prompt(line: str, number: int, path: Path) -> Prompt:
 
 
 def subtask(category: str) -> str:
-    """Spec-Bench's subtask of a category: the eight MT-Bench categories are one."""
+    """Return Spec-Bench's subtask of a category: the eight MT-Bench categories are one."""
     return "mt_bench" if category in MT_BENCH else category
 
 
 def render(tokenizer: Any, prompt: Prompt, answers: Sequence[str]) -> str:
-    """Text of a conversation up to the next answer, in the tokenizer's chat template if it has one.
+    """Render a conversation up to the next answer, by the tokenizer's chat template if it has one.
 
     Parameters
     ----------
     answers
-        What the model said to the turns so far.
+        The model's answers so far.
     """
     turns = list(zip(prompt.turns, [*answers, ""], strict=False))[: len(answers) + 1]
     if not _templated(tokenizer, prompt):
@@ -287,7 +286,7 @@ def render(tokenizer: Any, prompt: Prompt, answers: Sequence[str]) -> str:
 
 
 def encode(tokenizer: Any, prompt: Prompt, answers: Sequence[str]) -> Any:
-    """(1, L) token ids of a conversation up to the next answer; a chat template brings its special tokens itself."""
+    """Encode a conversation up to the next answer as (1, L) ids; chat templates contain their special tokens."""
     text = render(tokenizer, prompt, answers)
     return tokenizer(text, return_tensors="pt", add_special_tokens=not _templated(tokenizer, prompt))["input_ids"]
 

@@ -148,7 +148,7 @@ def build_datastore(
         raise BuildError(f"a part from 0 to {count - 1} of {count}", f"{rank}", "Number the parts from 0.")
     check_folder(store)
     with writer(store) as work:
-        check_folder(store)  # which may have been finished meanwhile
+        check_folder(store)  # another process may have built it meanwhile
         settings = checked(config or StoreConfig(), tokenizer)
         files = list(list_files(wished, store))
         manifest = first_manifest(store, tokenizer, settings)
@@ -360,7 +360,7 @@ def segment_shards(store: Path, manifest: Manifest, *, convert: bool = False) ->
     """Divide segments into shards; if they are converted, their documents are encoded again."""
     tokenizer = store / manifest.tokenizer_name if convert else None
     for entry in manifest.segments:
-        check_files(store, entry)  # whose content is written under new checksums
+        check_files(store, entry)  # before its content gets new checksums
         segment = open_segment(store / SEGMENTS / entry.name, entry, manifest.vocabulary)
         check_text(segment, store)
         starts = segment.document_starts.tolist()
@@ -670,7 +670,7 @@ class Workers:
             yield from map(function, given)
             return
         if self._executor is None:
-            context = multiprocessing.get_context("spawn")  # a fork would inherit locks of threads that it lacks
+            context = multiprocessing.get_context("spawn")  # a fork inherits locks of threads, but not the threads
             self._executor = ProcessPoolExecutor(self.count, context, _follow_parent)
         try:
             yield from self._executor.map(function, given)

@@ -97,7 +97,7 @@ class DenseIndex:
             record.fingerprint,
         )
         self._folder, self._files = folder, files
-        # Now: the store may change meanwhile.
+        # Opened now, since the store may change later.
         self._mapped = {
             name: map_array(folder / name, files[name], _DTYPES.get(name, ("<f4",)), scattered=True)
             for name in DENSE_FILES
@@ -234,7 +234,7 @@ def model_fingerprint(model: Any) -> str:
                 continue
             try:
                 flat = weight.detach().reshape(-1)
-            except (RuntimeError, NotImplementedError):  # made of other tensors, as quantised ones of torchao are
+            except (RuntimeError, NotImplementedError):  # consists of other tensors, as torchao's quantised ones do
                 continue
             at = torch.linspace(0, len(flat) - 1, min(WEIGHTS_SAMPLED, len(flat)), dtype=torch.float64).long()
             sample = flat[at.to(flat.device)].to(torch.bfloat16).view(torch.int16)
@@ -339,11 +339,11 @@ def open_index(content: NDArray[np.uint8]) -> Any:
     """
     faiss = _faiss()
     reader = faiss.ZeroCopyIOReader(faiss.swig_ptr(content), len(content))
-    index = faiss.read_index(reader, faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE)  # a query takes longer with that table
+    index = faiss.read_index(reader, faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE)  # this table makes queries slower
     kinds = ((faiss.IndexFlatIP, True), (faiss.IndexHNSWSQ, True), (faiss.IndexIVFPQR, False))
     if (type(index), index.metric_type == faiss.METRIC_INNER_PRODUCT) not in kinds:
         raise RuntimeError(f"a {type(index).__name__} of metric {index.metric_type}")
-    index.referenced_objects = [content]  # as FAISS itself holds what its indexes point into
+    index.referenced_objects = [content]  # FAISS keeps alive what its indexes point into in the same way
     return index
 
 

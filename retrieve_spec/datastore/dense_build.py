@@ -119,7 +119,7 @@ def add_dense(
     """
     model, tokenizer = load_model(config.model)
     record = None if fresh else manifest.dense
-    if record is not None:  # keys of two models do not compare
+    if record is not None:  # keys of two models are not comparable
         check_model(record, model, config.model)
     else:
         fingerprint, size = model_fingerprint(model), hidden_size_of(model)
@@ -221,7 +221,7 @@ class HiddenStates:
             A hidden state is NaN or infinite.
         """
         longest, first = max(len(row) for row in rows), len(self.prefix)
-        ids = np.zeros((len(rows), first + longest), np.int64)  # padded at the end, which no earlier token attends to
+        ids = np.zeros((len(rows), first + longest), np.int64)  # padded at the end, where no real token attends
         ids[:, :first] = self.prefix
         for i, row in enumerate(rows):
             ids[i, first : first + len(row)] = row

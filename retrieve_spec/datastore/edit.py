@@ -175,7 +175,7 @@ def merge_datastores(
         if not any(manifest.segments or manifest.distilled for manifest in manifests):
             raise nothing_to_index((), {})
         dense = _common_dense(folders, manifests)
-        widest = max(range(len(folders)), key=lambda i: manifests[i].vocabulary)  # fingerprints know no added tokens
+        widest = max(range(len(folders)), key=lambda i: manifests[i].vocabulary)  # fingerprints omit added tokens
         tokenizer = folders[widest] / manifests[widest].tokenizer_name
         config = checked(replace(config_of(manifests[0]), dense=dense), tokenizer)
         first = first_manifest(target, tokenizer, config)
@@ -236,7 +236,7 @@ def retokenize_datastore(
     """
     with changing(path, "retokenize") as (work, manifest):
         shards = list(segment_shards(work.store, manifest, convert=True))
-        config = replace(config_of(manifest), dense=None)  # keys of another model's tokens
+        config = replace(config_of(manifest), dense=None)  # they belong to another tokenizer's model
         new = first_manifest(work.store, tokenizer, config)
         base = replace(new, generation=manifest.generation, history=manifest.history)
         event = begin_change(work, "retokenize")
@@ -267,7 +267,7 @@ def choose_documents(store: Datastore, paths: Sequence[str], where: str) -> Chos
             list_documents(database, store.documents())
             try:
                 rows = database.execute(f"select segment, number, path, source from documents where {where}").fetchall()
-            except (sqlite3.Error, sqlite3.Warning, ValueError) as error:  # by version of Python; text that is none
+            except (sqlite3.Error, sqlite3.Warning, ValueError) as error:  # which one depends on Python
                 raise BuildError(
                     "an SQL condition over the documents table", f"{where!r} ({error})", "Correct what follows --where."
                 ) from error
@@ -311,10 +311,10 @@ def without(work: WorkFolder, store: Datastore, chosen: Chosen) -> list[SegmentE
             continue
         check_text(segment, store.path, "Remove all documents of it, or build it again without these.")
         check_files(store.path, entry)
-        for name, file in entry.tombstones.items():  # which are in the new ones
+        for name, file in entry.tombstones.items():  # the new ones include these
             check_content(store.path / TOMBSTONES / name, file)
         more = np.setdiff1d(np.array(list(gone), np.uint32), found[DOCUMENTS])
-        # Searched for without those found before, which may be far away: that is several times as fast.
+        # Without those found before, which may be far away: several times as fast.
         ranks = find_ranks(segment.suffix_array, segment.document_starts, more.tolist())
         documents, copies = np.union1d(found[DOCUMENTS], more), np.setdiff1d(found[COPIES], more)
         kept.append(hiding(work, segment, entry, documents, np.union1d(found[RANKS], ranks), copies))

@@ -385,7 +385,7 @@ def open_packed(path: str | Path, compression: str) -> Iterator[Any]:
 
 def reason_of(error: Exception) -> Reason:
     """Return the reason for leaving out a file whose reading raised an error."""
-    if not isinstance(error, OSError) or error.errno is None:  # of what unpacks it
+    if not isinstance(error, OSError) or error.errno is None:  # raised by decompression
         return Reason.DAMAGED
     return Reason.LINK if error.errno == errno.ELOOP else Reason.UNREADABLE
 

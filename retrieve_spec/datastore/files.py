@@ -81,7 +81,7 @@ def write_files(folder: Path, arrays: Mapping[str, NDArray[Any]]) -> dict[str, F
         written = write_bytes(folder / name, np.ascontiguousarray(arrays[name], dtype).data)
         return replace(written, dtype=dtype.str)
 
-    with ThreadPoolExecutor(_WRITERS) as pool:  # disks take several at once
+    with ThreadPoolExecutor(_WRITERS) as pool:  # disks handle several writes at once
         files = dict(zip(arrays, pool.map(write, arrays), strict=True))
     sync_folder(folder)
     return files
@@ -224,7 +224,7 @@ def map_array(
         )
     try:
         with explain_read_errors(path):
-            handle = os.open(path, os.O_RDONLY)  # stores have thousands of files: no call here that need not be
+            handle = os.open(path, os.O_RDONLY)  # few system calls: stores have thousands of files
             try:
                 size = os.fstat(handle).st_size
                 if size != entry.bytes:

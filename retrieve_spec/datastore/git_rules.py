@@ -158,7 +158,7 @@ def _rules_of(root: Path) -> Rules:
         return _rules_by_files(root, root)
     listed = {str(root)}
     for name in os.fsdecode(listing).split("\0")[:-1]:
-        place = str(root / name)  # a slash ends the names of checkouts inside of this one
+        place = str(root / name)  # a slash ends the names of checkouts inside this one
         while place not in listed:
             listed.add(place)
             place = os.path.dirname(place)
@@ -242,6 +242,6 @@ def _is_rule(line: str) -> bool:
     """Whether a line is a valid rule; git skips invalid lines."""
     try:
         GitIgnoreSpec.from_lines([line])
-    except (ValueError, re.error):  # as `!` or `[z-a]`
+    except (ValueError, re.error):  # such as `!` or `[z-a]`
         return False
     return True

@@ -49,7 +49,7 @@ def texts_of(files: Iterable[SourceFile], limit: int) -> Iterator[Text]:
                 yield Text(file, file.path, skip=file.skip)
             else:
                 yield from _json_lines(file, limit) if file.kind == "jsonl" else _parquet(file)
-        except BuildError:  # which is an OSError, too
+        except BuildError:  # it is an OSError, too
             raise
         except READ_ERRORS as error:  # the records before the damage are kept
             yield Text(file, file.path, skip=reason_of(error))
@@ -168,7 +168,7 @@ def tokenise(files: Iterable[SourceFile], tokenizer: Tokenizer, limit: int) -> I
         content, skip = read_text(text, entries)
         licence = text.file.source.licence
         if rule is not None and not skip:
-            is_file = text.path == text.file.path  # rows are not under the licence of a collection
+            is_file = text.path == text.file.path  # records are not under the licence of their collection
             licence = rule.licence(Path(text.file.location).resolve() if is_file else None, own_licence(content))
             skip = rule.refuses(licence) or ""
         ids = encode(tokenizer, "" if skip else content)

@@ -90,7 +90,7 @@ def verify_datastore(path: str | os.PathLike[str], *, progress: bool = False) ->
         try:
             return _verify(store, progress)
         except (StoreCorruptError, FileNotFoundError):
-            # A change may have deleted files since the store was opened: then the new state counts.
+            # A change may have deleted files since the store was opened: then verify the new state.
             if read_manifest(store.path).generation == store.manifest.generation:
                 raise
     raise StoreCorruptError(f"to verify {path}", "another process is changing it", "Verify it when that is done.")
@@ -143,7 +143,7 @@ def _check_text(segment: Segment, entry: SegmentEntry, config: StoreConfig) -> N
     known = entry.files.keys() & made.keys()
     _require({f"suffix_array{SUFFIX}", f"top{SUFFIX}"} <= known, segment, "an exact index of its text")
     if _SLOTS in known and (_GRAMS not in known or made[_SLOTS].nbytes != entry.files[_SLOTS].bytes):
-        # A table of an earlier release, or of other settings, which `add_documents` may have been given.
+        # The table may come from an earlier release, or from other settings of `add_documents`.
         known = {name for name in known if not name.startswith("ngram_")}
     for name in sorted(known):
         digest = hashlib.sha256(np.ascontiguousarray(made[name]).data).hexdigest()
@@ -169,7 +169,7 @@ def _check_tombstones(store: Path, segment: Segment, entry: SegmentEntry) -> Non
     _require(entry.documents == documents - len(hidden), segment, f"{entry.documents:,} documents that are left")
     left = int(starts[-1]) - documents - document_tokens(starts, hidden)
     _require(entry.tokens == left, segment, f"{entry.tokens:,} tokens that are left")
-    # Of copies, stores that were merged by earlier releases have no ranks.
+    # Stores that were merged by earlier releases have no ranks of copies.
     wanted = (find_ranks(segment.suffix_array, starts, gone) for gone in (hidden, found[DOCUMENTS].tolist()))
     _require(any(np.array_equal(ranks, found[RANKS]) for ranks in wanted), segment, "the ranks of removed suffixes")
 
@@ -349,7 +349,7 @@ def write_catalog(path: str | os.PathLike[str]) -> Path:
 
 def list_documents(connection: sqlite3.Connection, documents: Iterable[Document]) -> Any:
     """Create the table `documents` in a database of sqlite-utils."""
-    from sqlite_utils import Database  # takes longer to import than a change of a store to make
+    from sqlite_utils import Database  # importing it takes longer than most changes
 
     table = Database(connection).table("documents")
     table.create(_COLUMNS, pk="id", not_null=_NOT_NULL)

@@ -315,7 +315,7 @@ def existing_manifest(store: Path) -> Manifest | None:
 
 def config_of(manifest: Manifest) -> StoreConfig:
     """Return the settings of the store's first build, without dense indexes if the store no longer has any."""
-    known = {each.name for each in fields(StoreConfig)}  # earlier versions had others, too
+    known = {each.name for each in fields(StoreConfig)}  # earlier versions had more fields
     config = StoreConfig(**{name: value for name, value in manifest.config.items() if name in known})
     return config if manifest.dense is not None else replace(config, dense=None)
 
@@ -352,7 +352,7 @@ def keep_only(folder: Path, names: set[str]) -> None:
             path.unlink(missing_ok=True)
         elif path.suffix == GONE:
             shutil.rmtree(path, ignore_errors=True)
-        else:  # at once: half a folder must not be taken for the segment of that name
+        else:  # atomically: half a folder must not be taken for a segment
             gone = path.with_suffix(GONE)
             shutil.rmtree(gone, ignore_errors=True)
             os.rename(path, gone)

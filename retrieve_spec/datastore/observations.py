@@ -84,7 +84,7 @@ def averaged(observations: Observations) -> Contexts:
     for order in range(ORDERS):
         shorter = found[-1] if found else None
         observed = np.flatnonzero((keys[order] > 0) & (observations.top_ids[:, 0] >= 0))
-        if not len(observed):  # no text is as long
+        if not len(observed):  # no text is this long
             break
         of_order = keys[order][observed]
         known, first, counts = np.unique(of_order, return_index=True, return_counts=True)

@@ -153,7 +153,7 @@ class Remote:
         """
         content, place = content_of(manifest), f"{VERSIONS}/{version:012d}.json"
         try:
-            if "file" in self.fs.protocol:  # where fsspec looks first and writes then
+            if "file" in self.fs.protocol:  # fsspec's check and write are not atomic there
                 part = f"{place}.{secrets.token_hex(4)}.part"
                 self.write(part, content)
                 try:
@@ -163,7 +163,7 @@ class Remote:
             else:
                 self.fs.pipe_file(self.path(place), content, mode="create")
         except OSError as error:
-            # A file may lie in the folder's place, which says that it exists, too.
+            # A file at the folder's path raises this error, too.
             exists = isinstance(error, FileExistsError) and self.fs.exists(self.path(place))
             if exists or "PreconditionFailed" in str(error):
                 got = "one that another process pushed"

@@ -226,7 +226,7 @@ def tombstones_of(store: Path, entry: SegmentEntry) -> dict[str, NDArray[np.uint
     found = dict(_NO_TOMBSTONES)
     for name, file in entry.tombstones.items():
         kind = name.removesuffix(SUFFIX).rpartition("-")[2]
-        if kind not in found:  # perhaps of a later version, which hides more
+        if kind not in found:  # later versions may hide more
             raise StoreCorruptError(f"tombstones of {', '.join(found)} in {store}", name)
         found[kind] = map_array(store / TOMBSTONES / name, file, ("<u4",))
     return found
@@ -287,7 +287,7 @@ def find_ranks(sa: NDArray[np.uint32], starts: NDArray[np.uint32], numbers: Sequ
     found = []
     with read_in_order(sa):
         for at in range(0, len(sa), _STEP):
-            inside = sa[at : at + _STEP] - np.uint32(first)  # also beyond the last one, for suffixes before all ranks
+            inside = sa[at : at + _STEP] - np.uint32(first)  # wraps around for suffixes before the first one
             near = np.flatnonzero(inside < last - first)
             found.append(at + near[gone[inside[near]]])
     ranks = np.concatenate(found).astype(np.uint32)
@@ -564,9 +564,9 @@ def _hide(segment: Segment) -> None:
     if len(ranks):
         if not (ranks[1:] > ranks[:-1]).all() or len(ranks) >= len(sa) or int(ranks[-1]) >= len(sa):
             raise StoreCorruptError(f"tombstones of {len(sa):,} suffixes of segment {segment.name}", "others")
-        first = np.flatnonzero(np.diff(ranks.astype(np.int64), prepend=-2) != 1)  # of ranks that follow one another
+        first = np.flatnonzero(np.diff(ranks.astype(np.int64), prepend=-2) != 1)  # starts of runs of consecutive ranks
         shown = ranks[first].astype(np.int64) - 1
-        if shown.size and shown[0] < 0:  # none comes before: the next one after
+        if shown.size and shown[0] < 0:  # there is none before: take the next one after
             shown[0] = first[1] if len(first) > 1 else len(ranks)
         sa[ranks] = np.repeat(sa[shown], np.diff(first, append=len(ranks)))
         sampled = ranks[ranks & ((1 << TOP_SHIFT) - 1) == 0]

@@ -119,9 +119,9 @@ def push_datastore(path: str | os.PathLike[str], url: str, *, progress: bool = F
     manifest = public_manifest(store.manifest)
     with explain_remote_errors(url):
         remote = Remote(url)
-        holds = remote.fs.exists(remote.path(MANIFEST))  # asked first: who pushes just now puts a version before it
+        holds = remote.fs.exists(remote.path(MANIFEST))  # checked first: a concurrent push writes a version before it
         newest = version = remote.newest()
-        if holds and not newest:  # of a store's own folder, or another program's
+        if holds and not newest:  # a local store, or a file of another program
             raise BuildError(f"an empty folder at {url}", f"one that holds {MANIFEST}", "Choose another one.")
         seen = _seen(folder).get(url, {}).get("version", 0)
         if newest and seen != newest and remote.manifest(newest).content != manifest.content:
@@ -134,20 +134,20 @@ def push_datastore(path: str | os.PathLike[str], url: str, *, progress: bool = F
             for place, file in missing:
                 source = folder / place
                 try:
-                    check_content(source, file)  # which holds what the manifest says
+                    check_content(source, file)
                     remote.send(source, place)
                 except (FileNotFoundError, StoreCorruptError) as error:
                     if source.exists() or read_manifest(folder).generation == manifest.generation:
-                        raise  # of the remote, or of a damaged store
+                        raise  # the remote failed, or the store is damaged
                     got = "a store that another process has changed meanwhile"
                     remedy = "Push it again when it is done."
                     raise StoreLockedError(f"{source}, which the store listed", got, remedy) from error
                 advance(file.bytes)
-        if remote.read(MANIFEST) != content_of(manifest):  # the newest version is another one, or was not finished
+        if remote.read(MANIFEST) != content_of(manifest):  # another version is newest, or the last push was interrupted
             version += 1
             there = remote.read(CARD)
-            if there is None or _TITLE.encode() in there:  # another README is somebody's own
-                card = _card(store, manifest).encode("utf-8", "backslashreplace")  # sources may be no text
+            if there is None or _TITLE.encode() in there:  # do not replace a README of somebody else
+                card = _card(store, manifest).encode("utf-8", "backslashreplace")  # sources may be invalid text
                 remote.write(CARD, card)
             remote.add_version(version, manifest)
     _remember(folder, url, version, manifest.content)
@@ -164,7 +164,7 @@ def _seen(folder: Path) -> dict[str, Any]:
 
 
 def _remember(folder: Path, url: str, version: int, content: str) -> None:
-    with explain_write_errors(folder), FileLock(folder / f"{REMOTES}.lock"):  # others push the store elsewhere
+    with explain_write_errors(folder), FileLock(folder / f"{REMOTES}.lock"):  # others may push the store elsewhere
         seen = _seen(folder) | {url: {"version": version, "content": content}}
         replace_file(folder / REMOTES, json.dumps(seen, indent=1).encode())
 
@@ -210,7 +210,7 @@ def pull_datastore(url: str, path: str | os.PathLike[str], *, progress: bool = F
         event = begin_change(work, "pull", url=url)
         bring(remote, there, work.pulled, store, progress=progress)
         if mine is not None and _seen(store).get(url, {}).get("content") != mine.content:
-            _check_dense(store, mine, there)  # it has segments that the remote has not seen
+            _check_dense(store, mine, there)  # its segments are not on the remote
             report = unite(work, mine, event, [store, work.pulled], progress)
         else:
             replace_file(store / there.tokenizer_name, (work.pulled / there.tokenizer_name).read_bytes())
@@ -260,7 +260,7 @@ def _card(store: Datastore, manifest: Manifest) -> str:
     """Write the README of a shared store, with sources named as in its shared manifest."""
     tokens: Counter[str] = Counter()
     documents: Counter[str] = Counter()
-    named = set()  # of what was removed nothing is told
+    named = set()  # removed documents are not mentioned
     for segment, own, shared in zip(store.segments, store.manifest.segments, manifest.segments, strict=True):
         names = dict(zip(own.origins, shared.origins, strict=True))
         for document in segment.documents.live():

@@ -220,7 +220,7 @@ def _divided(file: SourceFile) -> Iterator[SourceFile]:
         return
     try:
         cuts = list(_line_cuts(file.location))
-    except OSError:  # reading it will say so
+    except OSError:  # reported when it is read
         yield file
         return
     for (start, line), (end, _) in pairwise(cuts):

@@ -62,7 +62,7 @@ class Datastore:
         self.path = path
         self.manifest = manifest
         self.segments = segments
-        self._tokenizer = tokenizer  # its file, mapped: `retokenize` takes it away from the folder
+        self._tokenizer = tokenizer  # the mapped file: `retokenize` deletes it from the folder
 
     @property
     def fingerprint(self) -> str:
@@ -231,7 +231,7 @@ def _opened(folder: Path, *, as_written: bool) -> Datastore:
         try:
             return open_segments(folder, manifest, as_written=as_written)
         except StoreCorruptError:
-            # A change may have taken files away since the manifest was read: what is there now counts.
+            # A change may have deleted files since the manifest was read: then open the new state.
             if manifest == before:
                 raise
             before = manifest
@@ -308,9 +308,9 @@ def _request_reads(paths: Sequence[Path]) -> None:
     for path in paths:
         try:
             with path.open("rb") as file:
-                for start in range(0, os.fstat(file.fileno()).st_size, _STEP):  # Linux reads no more of one request
+                for start in range(0, os.fstat(file.fileno()).st_size, _STEP):  # Linux reads no more per request
                     os.posix_fadvise(file.fileno(), start, _STEP, os.POSIX_FADV_WILLNEED)
-        except OSError:  # the store was compacted or removed meanwhile: its maps stay valid, this was only a hint
+        except OSError:  # the store was compacted or removed meanwhile; its maps stay valid, and this is only a hint
             continue
 
 

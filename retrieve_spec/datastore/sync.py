@@ -79,7 +79,7 @@ def scan_folder(
         known = before.get(file.location, ())
         if reason:
             now[file] = (0, 0, 0, [["", "", reason, None]])
-        # The system's time tells another file that was put in place of one with its bytes and its time.
+        # The change time detects a replacement by a file of equal size and modification time.
         elif known[:3] == (file.size, *file.times):
             now[file] = known
         else:
@@ -202,7 +202,7 @@ def _without_documents(store: Path, tokenizer: Any, config: StoreConfig | None) 
 def _root(folder: str | os.PathLike[str]) -> Path:
     try:
         root = Path(folder).expanduser().resolve(strict=True)
-    except (OSError, RuntimeError):  # of links that lead to each other, before Python 3.13
+    except (OSError, RuntimeError):  # circular links, before Python 3.13
         root = None
     if root is None or not root.is_dir():
         raise BuildError(f"a folder at {folder}", "none", "Check the path.")
@@ -214,10 +214,10 @@ def _synchronised(
     progress: bool,
 ) -> ChangeReport:  # fmt: skip
     manifest = opened.manifest
-    rules = " ".join((RULES, *sources[0].admit))  # what was said under others does not count
+    rules = " ".join((RULES, *sources[0].admit))  # states under other rules are ignored
     states = read_state(work.store, rules)
     wanted: Wanted = {}
-    first: dict[str, SourceFile] = {}  # in which a text was found, by hash
+    first: dict[str, SourceFile] = {}  # the first file with each text, by hash
     skipped: list[tuple[str, str, str]] = []
     found: dict[str, FolderState] = {}
     for source in sources:
@@ -228,7 +228,7 @@ def _synchronised(
         said = ((one, *text) for one in state for text in state[one][3])
         for file, rest, digest, reason, own in said:
             if rule is not None and digest:
-                # Records are not under the licence of their collection.
+                # The licence of a collection does not apply to its records.
                 path = None if rest else Path(file.location)
                 reason = str(rule.refuses(rule.licence(path, own)) or "")
             if digest and not reason:
@@ -243,7 +243,7 @@ def _synchronised(
         raise nothing_to_index(skipped, {"sources": sources})
     if gone or fresh:
         done = _change(work, opened, gone, held, fresh, sources, workers, progress)
-        again = (one for one in done.skipped if one[2] != "duplicate")  # records beside those that changed
+        again = (one for one in done.skipped if one[2] != "duplicate")  # unchanged records of changed files
         report = replace(done, skipped=tuple(dict.fromkeys((*skipped, *again))))
     if {root: states.get(root) for root in found} != found:
         write_state(work.store, states | found, rules)
