@@ -1,4 +1,4 @@
-"""Numba and Triton kernels over arrays and scalars; they check nothing."""
+"""Numba and Triton kernels over arrays and scalars, without checks of their arguments."""
 
 from retrieve_spec.kernels.compiled_code import drop_stale_kernels
 

@@ -1,24 +1,24 @@
-"""Numba kernels of alignments: earlier places of the text that the newest tokens run beside, with edits between them.
+"""Numba kernels of alignments: earlier passages that the newest tokens repeat with edits.
 
-A suffix automaton forgets a copied passage at the first token that differs. An alignment goes on: it is a place in the
+A suffix automaton loses a copied passage at the first token that differs. An alignment continues: it has a place in the
 text, the outcomes of its last `OUTCOMES` predictions, and the edits by which the copy differed. It begins where the
-newest `ANCHOR` tokens were said before, and ends when fewer than `FEWEST` of its last `JUDGED` predictions came true.
+newest `ANCHOR` tokens occurred before, and ends when fewer than `FEWEST` of its last `JUDGED` predictions were right.
 
-At a token that differs it *breaks*. Every token from there on that is not the expected one is looked for among the
-`REACH` tokens after the place of the break: words may have been replaced, put in or left out. Where none is found, the
-passage goes on token by token. The break ends when a prediction comes true, or after `LONGEST` tokens. An *edit* is
-what the break has shown so far: instead of which token which one came, how many tokens followed that are not
-remembered, and how many tokens of the passage they stand for. Where the old token stands again, the edit is expected.
+At a token that differs, it *breaks*. From then on, every unexpected token is searched for among the `REACH` tokens
+after the place of the break, since words may have been replaced, inserted or deleted. If it is not found, the passage
+continues token by token. The break ends when a prediction is right, or after `LONGEST` tokens. An *edit* records the
+break: the old token, the new token, how many more tokens followed (which are not remembered), and how many tokens of
+the passage they replace. Where the old token occurs again, the edit is expected again.
 
-A cursor holds the place (the number of the next expected token; 32 bits), the outcomes (24; the newest is the lowest
-bit, 1 for true), how many tokens have come since the text differed (4; `JUDGED` at most) and how many tokens of an
-edit are still to come (3), all 0 for no alignment; and up to three edits ``old << 32 | new << 8 | more << 5 | passed``,
+A cursor holds the place (index of the next expected token; 32 bits), the outcomes (24; the newest is the lowest bit,
+1 if right), the number of tokens since the text differed (4; at most `JUDGED`) and the number of tokens of an edit that
+are still to come (3), all 0 without an alignment; and up to three edits ``old << 32 | new << 8 | more << 5 | passed``,
 newest first, -1 for none.
 
-``text`` (WINDOW,) int32 is a ring of the newest tokens, ``places`` (SLOTS,) int32 where the tokens with a hash ended
-last (0: nowhere), ``kept`` (KEPT, WIDTH) int64 the cursors that are followed, with the place where each broke (0: it is
-not broken) and how many tokens have come since, and ``meta`` (COPY_META,) int64 the tokens of the text and whether one
-of ``kept`` (then the first) has outlived a token that differed: exact contexts know the others.
+``text`` (WINDOW,) int32 is a ring of the newest tokens; ``places`` (SLOTS,) int32 are the last ends of tokens by hash
+(0: none); ``kept`` (KEPT, WIDTH) int64 are the followed cursors, with the place of the break (0: not broken) and the
+number of tokens since; ``meta`` (COPY_META,) int64 are the number of tokens and whether an alignment, which is then the
+first of ``kept``, has survived a differing token (exact contexts cover the others).
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ OUTCOMES = 24
 JUDGED, FEWEST = 8, 2
 REACH, LONGEST = 24, 16
 FARTHEST = WINDOW - 64
-"""How far back a place may be: what is looked for around it must still be in the ring."""
+"""Greatest distance of a place from the end: everything searched around it must still be in the ring."""
 _OUTCOMES, _JUDGED, LOW = (1 << OUTCOMES) - 1, (1 << JUDGED) - 1, 0xFFFFFFFF
 _MORE, _PASSED, _ID = (1 << 3) - 1, (1 << 5) - 1, (1 << 24) - 1
-"""The most that an edit has room for."""
+"""Largest number that an edit can store."""
 _TO_COME = 1 << 60
-"""One token of an edit that is still to come, in the first column of a cursor."""
+"""One pending token of an edit, in the first column of a cursor."""
 _HASH_SHIFT = np.uint64(48)
 
 
 @inner
 def ones(n: int) -> int:
-    """How many bits of a number below 2^32 are set."""
+    """Return the number of set bits of a number below 2^32."""
     n = n - ((n >> 1) & 0x55555555)
     n = (n & 0x33333333) + ((n >> 2) & 0x33333333)
     n = (n + (n >> 4)) & 0x0F0F0F0F
@@ -61,7 +61,7 @@ def ones(n: int) -> int:
 
 @inner
 def _packed(place: int, outcomes: int, same: int, coming: int) -> int:
-    """First column of a cursor: place, outcomes, tokens since the text differed, tokens of an edit still to come."""
+    """Pack a cursor's first column: place, outcomes, tokens since the text differed, pending tokens of an edit."""
     told = np.int64(coming) << 60 | np.int64(min(same, JUDGED)) << 56
     return told | np.int64(outcomes & _OUTCOMES) << 32 | np.int64(place)
 
@@ -83,7 +83,7 @@ def _coming(at: int) -> int:
 
 @inner
 def _expected(text: NDArray[np.int32], cursors: NDArray[np.int64], c: int) -> tuple[int, int]:
-    """The next expected token, and the column of the edit it comes from (0: none)."""
+    """Return the next expected token, and the column of the edit it comes from (0: none)."""
     token = np.int64(text[cursors[c, 0] & (WINDOW - 1)])
     for j in range(1, CURSOR):
         if cursors[c, j] >= 0 and cursors[c, j] >> 32 == token:
@@ -93,11 +93,11 @@ def _expected(text: NDArray[np.int32], cursors: NDArray[np.int64], c: int) -> tu
 
 @inner
 def open_level(copies: Record, cursors: NDArray[np.int64], c: int) -> tuple[int, int]:
-    """(handle, match length) of a cursor's level; length -1 where it has none.
+    """Return (handle, match length) of a cursor's level; the length is -1 if it has none.
 
-    It has one where it says more than exact contexts do: the text differed less than `JUDGED` tokens ago, or the next
-    token is a replaced one; not inside an edit. The handle is the expected token, and 2^32 more when it is a replaced
-    one; the length how many of the last `JUDGED` predictions came true.
+    It has one if it adds to exact contexts: the text differed less than `JUDGED` tokens ago, or the next token is a
+    replacement; but never inside an edit. The handle is the expected token, plus 2^32 for a replacement. The length is
+    the number of right predictions among the last `JUDGED`.
     """
     none = np.int64(0), np.int64(-1)
     at = cursors[c, 0]
@@ -111,8 +111,8 @@ def open_level(copies: Record, cursors: NDArray[np.int64], c: int) -> tuple[int,
 
 @inner
 def evidence(cursors: NDArray[np.int64], c: int, handle: int) -> tuple[int, int]:
-    """What stands for the count, tokens in a row that came true; and for the distinct continuations, how many of the
-    last ones differed and whether this one is a replaced one."""
+    """Return what is used as count (right predictions in a row) and as number of distinct continuations (by wrong
+    predictions among the last ones, and whether this one is a replacement)."""
     outcomes = _outcomes(cursors[c, 0])
     in_a_row = ones(outcomes & ~(outcomes + 1))
     differed = JUDGED - ones(outcomes & _JUDGED)
@@ -122,7 +122,7 @@ def evidence(cursors: NDArray[np.int64], c: int, handle: int) -> tuple[int, int]
 
 @inner
 def _after(cursors: NDArray[np.int64], c: int, column: int) -> int:
-    """First column of a cursor after the expected token, which came from the edit in this column (0: from the text)."""
+    """Return a cursor's first column after the expected token, which came from an edit's column (0: from the text)."""
     at = cursors[c, 0]
     outcomes, place = _outcomes(at) << 1 | 1, at & LOW
     if column == 0:
@@ -132,7 +132,7 @@ def _after(cursors: NDArray[np.int64], c: int, column: int) -> int:
 
 @inner
 def advance(copies: Record, cursors: NDArray[np.int64], c: int, token: int, out: NDArray[np.int64], o: int) -> None:
-    """Cursor after one more token of a draft: no alignment any more where the token is another one."""
+    """Advance a cursor by a draft token; an unexpected token ends the alignment."""
     out[o, 0] = 0
     at = cursors[c, 0]
     if at == 0:
@@ -150,7 +150,7 @@ def advance(copies: Record, cursors: NDArray[np.int64], c: int, token: int, out:
 
 @inner
 def _remember(kept: NDArray[np.int64], k: int, column: int, edit: int) -> None:
-    """Put an edit in front, instead of the one in this column (0: instead of the oldest)."""
+    """Insert an edit at the front, and drop the one in a column (0: the oldest)."""
     for j in range(column if column > 0 else CURSOR - 1, 1, -1):
         kept[k, j] = kept[k, j - 1]
     kept[k, 1] = edit
@@ -158,9 +158,9 @@ def _remember(kept: NDArray[np.int64], k: int, column: int, edit: int) -> None:
 
 @inner
 def _look_for(text: NDArray[np.int32], kept: NDArray[np.int64], k: int, token: int, end: int) -> None:
-    """Continue after an unexpected token, where it stands after the break if it does, and write the edit so far.
+    """Continue after an unexpected token, at its occurrence after the break if there is one, and write the edit so far.
 
-    A token that was found is not part of the edit, unless it is the first that came, or the one at which it broke.
+    A found token is not part of the edit, unless it came first or is the one at which the passage broke.
     """
     base, place = kept[k, BROKE], (kept[k, 0] & LOW) + 1
     more, passed = kept[k, SINCE] - 1, place - base
@@ -179,7 +179,7 @@ def _look_for(text: NDArray[np.int32], kept: NDArray[np.int64], k: int, token: i
 
 @inner
 def _follow(text: NDArray[np.int32], kept: NDArray[np.int64], k: int, token: int, end: int) -> None:
-    """Move an alignment over a token of the text."""
+    """Advance an alignment by a token of the text."""
     at = kept[k, 0]
     place = at & LOW
     kept[k, SINCE] += 1
@@ -209,7 +209,7 @@ def _follow(text: NDArray[np.int32], kept: NDArray[np.int64], k: int, token: int
 
 @inner
 def _slot(text: NDArray[np.int32], end: int) -> int:
-    """Where ``places`` knows the `ANCHOR` tokens in front of ``end``."""
+    """Return the slot of ``places`` for the `ANCHOR` tokens before ``end``."""
     h = np.uint64(0)
     for back in range(1, ANCHOR + 1):
         h = mix(h, text[(end - back) & (WINDOW - 1)])
@@ -218,7 +218,7 @@ def _slot(text: NDArray[np.int32], end: int) -> int:
 
 @inner
 def _matched(text: NDArray[np.int32], place: int, end: int) -> int:
-    """How many tokens in front of a place are those in front of the end, `OUTCOMES` at most."""
+    """Return how many tokens before a place equal those before the end, at most `OUTCOMES`."""
     if place <= 0 or place >= end or end - place > FARTHEST:
         return np.int64(0)
     n = np.int64(0)
@@ -229,13 +229,13 @@ def _matched(text: NDArray[np.int32], place: int, end: int) -> int:
 
 @inner
 def _worth(outcomes: int) -> int:
-    """Order of alignments: recent predictions that came true, then all."""
+    """Return the rank of an alignment: by recent right predictions, then by all."""
     return ones(outcomes & _JUDGED) * (OUTCOMES + 1) + ones(outcomes)
 
 
 @inner
 def _begin(kept: NDArray[np.int64], place: int, matched: int) -> None:
-    """Follow an alignment that has matched so many tokens, instead of the worst one, if it is not followed yet."""
+    """Follow a new alignment with `matched` tokens in place of the worst one, unless it is already followed."""
     worst, least = np.int64(0), np.int64(1 << 40)
     for k in range(KEPT):
         if kept[k, 0] != 0 and _coming(kept[k, 0]) == 0 and kept[k, 0] & LOW == place:
@@ -251,7 +251,7 @@ def _begin(kept: NDArray[np.int64], place: int, matched: int) -> None:
 
 @inner
 def _best_first(kept: NDArray[np.int64]) -> int:
-    """Put the best alignment in front of those that have outlived a token that differed; returns 1 if there is one."""
+    """Move the best alignment that has survived a differing token to the front; return 1 if there is one."""
     best, most = 0, np.int64(0)
     for k in range(KEPT):
         outcomes = _outcomes(kept[k, 0])
@@ -265,7 +265,7 @@ def _best_first(kept: NDArray[np.int64]) -> int:
 
 @inner
 def extend(copies: Record, tokens: NDArray[np.int32], said: int) -> None:
-    """Take tokens (n,) into the text of a source: generated ones (1) are followed, others (0) end all alignments."""
+    """Append tokens (n,) to a source's text: generated ones (1) are followed, others (0) end all alignments."""
     text, places = view_i32(copies.text, WINDOW), view_i32(copies.places, SLOTS)
     kept = view_i64_rows(copies.kept, KEPT, WIDTH)
     meta = view_i64(copies.meta, COPY_META)
@@ -291,7 +291,7 @@ def extend(copies: Record, tokens: NDArray[np.int32], said: int) -> None:
 
 @inner
 def best(copies: Record, cursors: NDArray[np.int64], c: int) -> None:
-    """Write the cursor of a source's best alignment."""
+    """Write the cursor of a source's best alignment to `out`."""
     kept = view_i64_rows(copies.kept, 1, WIDTH)
     found = view_i64(copies.meta, COPY_META)[1]
     for j in range(CURSOR):

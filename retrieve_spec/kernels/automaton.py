@@ -1,4 +1,4 @@
-"""Numba kernels of a suffix automaton: steps, successors and counts of a state, and growth by token ids.
+"""Numba kernels of a suffix automaton: transitions, successors and counts of a state, and appending tokens.
 
 State row, (5,) int32: suffix link, length, then three fields whose meaning depends on the third. ``TOKEN >= 0``: the
 only successor, followed by its target state and count (most states). ``TOKEN = -1``: no successor. ``TOKEN <= -2``:
@@ -10,12 +10,11 @@ an open-addressing hash table over (owner, token) that holds edge indices, -1 wh
 ``meta``, (`META`,) int64: number of states, number of edges, the state of the whole text, the state of its longest
 suffix of at most `COUNTED` tokens, that suffix's length, tokens appended, how counts are kept.
 
-Counts of contexts of at most `COUNTED` tokens are kept in one of two ways. `COUNT_ALL`: how often a token followed;
-lists are most recent first. `COUNT_EXCLUDING`: how often it followed where no longer context knew it (the update
-exclusion of prediction by partial matching), since what a longer one knows is not asked of the shorter one; the most
-recent successor is first in its list, after it the most frequent come first, as far as `RANKED`. Longer contexts count
-once per distinct continuation. This bounds the work per token on periodic text, where the chain of suffix links is as
-long as the text.
+Contexts of at most `COUNTED` tokens are counted in one of two ways. `COUNT_ALL`: how often a token followed; lists are
+most recent first. `COUNT_EXCLUDING`: how often it followed where no longer context contained it (update exclusion of
+prediction by partial matching), because shorter contexts are not asked for what a longer one contains; lists begin with
+the most recent successor, followed by up to `RANKED` others, most frequent first. Longer contexts count a continuation
+once. This bounds the work per token on periodic text, where the chain of suffix links is as long as the text.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ M_STATES, M_EDGES, M_LAST, M_UPD, M_UPD_LEN, M_TOKENS, M_COUNTS = range(7)
 META = 7
 COUNT_ALL, COUNT_EXCLUDING = 0, 1
 COUNTED = 32
-"""Longest context whose continuations are counted again."""
+"""Longest context whose repeated continuations are counted."""
 RANKED = 32
-"""Successors of a list that are kept by count."""
+"""Number of successors in a list that are sorted by count."""
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -41,7 +40,7 @@ I64 = NDArray[np.int64]
 
 @inner
 def slot_of(owner: int, token: int, mask: int) -> int:
-    """First slot to probe for an edge."""
+    """Return the first slot to probe for an edge."""
     h = np.uint64(owner) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
     h ^= h >> np.uint64(29)
     h *= np.uint64(0xBF58476D1CE4E5B9)
@@ -51,7 +50,7 @@ def slot_of(owner: int, token: int, mask: int) -> int:
 
 @inner
 def find_edge(edges: I32, slots: I32, owner: int, token: int) -> int:
-    """Index of the listed edge (owner, token), or -1."""
+    """Return the index of the listed edge (owner, token), or -1."""
     mask = len(slots) - 1
     i = slot_of(owner, token, mask)
     while True:
@@ -65,7 +64,7 @@ def find_edge(edges: I32, slots: I32, owner: int, token: int) -> int:
 
 @door
 def step(states: I32, edges: I32, slots: I32, state: int, token: int) -> int:
-    """State after following ``token`` from ``state``, or -1."""
+    """Return the state after following ``token`` from ``state``, or -1."""
     first = states[state, TOKEN]
     if first >= -1:
         return np.int64(states[state, TARGET]) if first == token else np.int64(-1)
@@ -75,7 +74,7 @@ def step(states: I32, edges: I32, slots: I32, state: int, token: int) -> int:
 
 @door
 def advance(states: I32, edges: I32, slots: I32, state: int, matched: int, token: int) -> tuple[int, int]:
-    """Follow ``token`` from the longest suffix that knows it: new (state, matched length)."""
+    """Follow ``token`` from the longest suffix with that transition; return (state, matched length)."""
     s = np.int64(state)
     length = np.int64(matched)
     while s >= 0:
@@ -90,9 +89,9 @@ def advance(states: I32, edges: I32, slots: I32, state: int, matched: int, token
 
 @door
 def successors(states: I32, edges: I32, state: int, limit: int, fewest: float, out_tokens: I32, out_counts: I32) -> int:
-    """Write up to ``limit`` successors, most recent first; returns how many.
+    """Write up to ``limit`` successors, most recent first; return how many.
 
-    Behind the first, it ends with the first one that has a count below ``fewest``.
+    After the first, it stops at a successor with a count below ``fewest``.
     """
     first = states[state, TOKEN]
     if first >= 0:
@@ -112,14 +111,14 @@ def successors(states: I32, edges: I32, state: int, limit: int, fewest: float, o
 
 @inner
 def degree(states: I32, state: int) -> int:
-    """How many distinct tokens have followed."""
+    """Return the number of distinct tokens that have followed."""
     first = states[state, TOKEN]
     return 1 if first >= 0 else (0 if first == -1 else -first)
 
 
 @inner
 def count_of(states: I32, edges: I32, slots: I32, state: int, token: int) -> int:
-    """How often ``token`` has followed."""
+    """Return how often ``token`` has followed."""
     first = states[state, TOKEN]
     if first >= -1:
         return states[state, COUNT] if first == token else 0
@@ -129,7 +128,7 @@ def count_of(states: I32, edges: I32, slots: I32, state: int, token: int) -> int
 
 @inner
 def most_recent(states: I32, edges: I32, state: int) -> int:
-    """The token that followed last, or -1."""
+    """Return the token that followed last, or -1."""
     first = states[state, TOKEN]
     return first if first >= -1 else edges[states[state, TARGET], E_TOKEN]
 
@@ -152,7 +151,7 @@ def rehash(edges: I32, slots: I32, num_edges: int) -> None:
 
 @inner
 def _list_edge(states: I32, edges: I32, slots: I32, meta: I64, state: int, token: int, target: int, count: int) -> None:
-    """Put a successor at the front of the state's list."""
+    """Insert a successor at the front of the state's list."""
     e = meta[M_EDGES]
     meta[M_EDGES] += 1
     head = states[state, TARGET]
@@ -170,7 +169,7 @@ def _list_edge(states: I32, edges: I32, slots: I32, meta: I64, state: int, token
 
 @inner
 def _add_edge(states: I32, edges: I32, slots: I32, meta: I64, state: int, token: int, target: int) -> None:
-    """Give ``state`` a successor it does not have yet; it becomes the most recent one."""
+    """Add a new successor to ``state`` as its most recent one."""
     first = states[state, TOKEN]
     if first == -1:
         states[state, TOKEN] = token
@@ -191,7 +190,7 @@ def _add_edge(states: I32, edges: I32, slots: I32, meta: I64, state: int, token:
 
 @inner
 def _rank(states: I32, edges: I32, state: int) -> None:
-    """Move the second of a list, which was the most recent one until now, after those that came more often."""
+    """Move the second of a list, until now the most recent one, after more frequent ones."""
     e = edges[states[state, TARGET], E_NEXT]
     at = e
     for _ in range(RANKED):
@@ -213,7 +212,7 @@ def _rank(states: I32, edges: I32, state: int) -> None:
 
 @inner
 def _touch(states: I32, edges: I32, slots: I32, meta: I64, state: int, token: int, more: int) -> None:
-    """Count an existing successor ``more`` times and make it the most recent one."""
+    """Add ``more`` to the count of an existing successor, and make it the most recent one."""
     states[state, COUNT] += more
     if states[state, TOKEN] >= 0:
         return
@@ -257,7 +256,7 @@ def _new_state(states: I32, meta: I64, length: int, link: int) -> int:
 
 @door
 def reset(states: I32, slots: I32, meta: I64) -> None:
-    """Empty automaton: the root alone. How counts are kept stays as it is."""
+    """Reset the automaton to its root; the way of counting does not change."""
     slots[:] = -1
     meta[:M_COUNTS] = 0
     _new_state(states, meta, np.int64(0), np.int64(-1))
@@ -265,7 +264,7 @@ def reset(states: I32, slots: I32, meta: I64) -> None:
 
 @inner
 def _clone(states: I32, edges: I32, slots: I32, meta: I64, p: int, token: int, q: int) -> int:
-    """Split the strings of ``q`` that also end at the newest token into a state of their own."""
+    """Split off the strings of ``q`` that also end at the newest token into a new state."""
     c = _new_state(states, meta, np.int64(states[p, LENGTH] + 1), np.int64(states[q, LINK]))
     states[c, TOKEN] = states[q, TOKEN]
     states[c, COUNT] = states[q, COUNT]
@@ -290,7 +289,7 @@ def _clone(states: I32, edges: I32, slots: I32, meta: I64, p: int, token: int, q
 
 @inner
 def _room(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> bool:
-    """Whether appending ``token`` fits; nothing is changed."""
+    """Whether there is room to append ``token``."""
     if meta[M_STATES] + 2 > len(states):
         return False
     need = np.int64(0)
@@ -310,7 +309,7 @@ def _room(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> bool:
 
 @inner
 def _append(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> None:
-    """Extend the text by one token: standard online construction, then counts along the bounded suffix chain."""
+    """Append one token: standard online construction, then counts along the bounded suffix chain."""
     last = meta[M_LAST]
     upd = meta[M_UPD]
     upd_len = meta[M_UPD_LEN]
@@ -351,7 +350,7 @@ def _append(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> None:
 
 @door
 def extend(states: I32, edges: I32, slots: I32, meta: I64, token_ids: I32) -> int:
-    """Append tokens until done or out of room; returns how many were appended. A negative id begins a new document."""
+    """Append tokens while there is room; return how many were appended. A negative id begins a new document."""
     for i in range(len(token_ids)):
         if token_ids[i] < 0:
             meta[M_LAST] = meta[M_UPD] = meta[M_UPD_LEN] = 0

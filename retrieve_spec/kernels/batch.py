@@ -1,8 +1,8 @@
-"""Numba kernel over many requests at once: what each text says is learned, then a branch is drafted for each.
+"""Numba kernel for many requests at once: learn from each text, then draft a chain for each.
 
-An engine that keeps the texts of its requests hands over where they lie. A request keeps its draft until the next step
-verifies it, in the arrays that it was grown in (`kernels/request.py`). Addresses are valid for the call alone: whoever
-makes it holds the arrays.
+An engine that keeps its requests' texts passes their addresses. A request keeps its draft until the next step verifies
+it, in the arrays in which it was grown (`kernels/request.py`). Addresses are only valid during the call; the caller
+holds the arrays.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from retrieve_spec.kernels.step import propose
 from retrieve_spec.kernels.views import Record, record_at, records_at, view_f32, view_i32, view_i64_rows
 
 CALL = np.dtype([(name, np.int64) for name in ("request", "text", "place", "longest")], align=True)
-"""Record of a row: addresses of its request and of the first token (int32) of its text, which of the lengths is the
-text's, tokens that it may have at most."""
+"""Record of a row: addresses of its request and of its text's first token (int32), index of the text's length in
+`lengths`, and most tokens that the text may have."""
 PLAN = np.dtype(
     [
         (name, np.int64)
@@ -39,13 +39,13 @@ PLAN = np.dtype(
     ],
     align=True,
 )
-"""Record of an engine's steps."""
+"""Record of an engine's step."""
 calls_at, plan_at = records_at(CALL), record_at(PLAN)
 COMPARED = 8
-"""Newest tokens by which a text is known again."""
+"""Number of newest tokens by which a text is recognised."""
 FULL, DIVERGED = -1, -2
-"""What came of a call that drafted nothing: some arrays had no room for what texts say; nothing was done, as a text
-does not go on from what was followed."""
+"""Results of a call that drafted nothing: some arrays were full; or a text does not continue the followed one, and
+nothing was done."""
 
 
 @making
@@ -55,7 +55,7 @@ def _nodes_of(request: Record) -> NDArray[np.int64]:
 
 @inner
 def _p_of(request: Record, n: int) -> float:
-    """Path probability of the n-th token of a draft, 0 after its end; rounded as in a `DraftTree`."""
+    """Return the path probability of a draft's n-th token, rounded as in a `DraftTree`; 0 after its end."""
     if n >= request.num_drafted:
         return 0.0
     return np.exp(np.float64(np.log(view_f32(request.node_p, MAX_NODES)[n])))
@@ -63,7 +63,7 @@ def _p_of(request: Record, n: int) -> float:
 
 @inner
 def _goes_on(request: Record, text: int, length: int) -> bool:
-    """Whether a text goes on from what was followed."""
+    """Whether a text continues the followed one."""
     known, kept = request.length, request.num_recent
     if length < known:
         return False
@@ -76,7 +76,7 @@ def _goes_on(request: Record, text: int, length: int) -> bool:
 
 @inner
 def _judge(request: Record, plan: Record, emitted: NDArray[np.int32]) -> None:
-    """Learn what became of a request's draft; one that was made for an earlier step was not verified."""
+    """Learn how much of a request's draft was accepted; drafts for earlier steps were not verified."""
     drafted = request.num_drafted if request.step == plan.now - 1 else np.int64(0)
     nodes, accepted, expected = _nodes_of(request), np.int64(0), 0.0
     while accepted < min(drafted, len(emitted)) and nodes[accepted, 0] == emitted[accepted]:
@@ -91,7 +91,7 @@ def _judge(request: Record, plan: Record, emitted: NDArray[np.int32]) -> None:
 
 @inner
 def _keep(request: Record, emitted: NDArray[np.int32]) -> None:
-    """Keep what was generated."""
+    """Append generated tokens to the request's text."""
     said = view_i32(request.output, request.output_capacity)
     for i in range(len(emitted)):
         said[request.output_length + i] = emitted[i]
@@ -100,7 +100,7 @@ def _keep(request: Record, emitted: NDArray[np.int32]) -> None:
 
 @inner
 def _least_that_pays(rows: int, cost: NDArray[np.float32]) -> float:
-    """Probability below which no node can raise tokens per second, wherever others stop: by the flattest piece."""
+    """Return the probability below which no node can raise tokens per second, where the cost curve is flattest."""
     if rows == 1 or len(cost) == 0:
         return 0.0
     least = np.float64(cost[1]) - np.float64(cost[0])
@@ -111,7 +111,7 @@ def _least_that_pays(rows: int, cost: NDArray[np.float32]) -> float:
 
 @making
 def share(calls: NDArray[Any], cost: NDArray[np.float32], total: int) -> None:
-    """Keep the nodes of all rows that give the most tokens per second together, the most probable ones first."""
+    """Keep the nodes, most probable first, with which all rows together get the most tokens per second."""
     rows = len(calls)
     taken, p, order = np.zeros(rows, np.int64), np.zeros(rows), np.empty(MAX_NODES, np.int64)
     for i in range(rows):
@@ -144,7 +144,7 @@ def _follow_and_grow(
     least: float,
     cost: NDArray[np.float32],
 ) -> bool:
-    """Learn what a text says and draft a branch of so many nodes at most; False where an automaton had no room."""
+    """Learn from a text, and draft a chain of at most `most` nodes; False if an automaton was full."""
     request = request_at(address)
     no_block, no_top, no_logits = np.empty((0, 0), np.int32), np.empty((0, 1), np.int32), np.empty((0, 1), np.float32)
     if len(emitted) > 0:
@@ -164,7 +164,7 @@ def _follow_and_grow(
 
 @inner
 def _write(plan: Record, calls: NDArray[Any], judged: bool, out: NDArray[np.int32]) -> int:
-    """Write the drafts of all rows; returns how many nodes. Of dropped drafts the first token is still `judged`."""
+    """Write the drafts of all rows; return how many nodes. A dropped draft's first token is still `judged`."""
     rows = len(calls)
     written = np.int64(rows)
     for i in range(rows):
@@ -188,23 +188,23 @@ def step_chains(
     cost: NDArray[np.float32],
     out: NDArray[np.int32],
 ) -> int:
-    """Follow what each text says since the last call with all its sources, learn from it, then draft a branch for each.
+    """Follow each text's new tokens with all its sources, learn from them, then draft a chain for each.
 
     Parameters
     ----------
     plan_address, calls_address, rows
-        Address of a `PLAN`, of (r,) `CALL`, and r.
+        Addresses of a `PLAN` and of (r,) `CALL`, and r.
     lengths
-        (≥ r,) int32 tokens of each text.
+        (≥ r,) int32 numbers of tokens of the texts.
     cost
-        (MAX_NODES + 1,) float32 seconds of a pass over all rows and 0 … n nodes, or (0,) to draft all there may be.
+        (MAX_NODES + 1,) float32 seconds of a pass over all rows with 0 … n nodes, or (0,) to draft as much as allowed.
     out
-        (≥ r + MAX_NODES,) int32, output: how many tokens are drafted for each row, then these.
+        (≥ r + MAX_NODES,) int32 output: number of drafted tokens for each row, then the tokens.
 
     Returns
     -------
     int
-        How many in all, or `FULL` or `DIVERGED`: the caller makes room and calls again.
+        Number of drafted tokens, or `FULL` or `DIVERGED`: the caller makes room and calls again.
     """
     plan, calls = plan_at(plan_address), calls_at(calls_address, rows)
     longest, total, whole = np.int64(0), np.int64(0), True

@@ -1,9 +1,9 @@
-"""Numba kernels that turn the cursors of all sources at one node into one distribution over next tokens.
+"""Numba kernels that merge all sources' continuations at a node into one distribution over next tokens.
 
-Every source answers in *levels*: an order-k context that has been seen, with the tokens that followed and how often.
-Levels of all sources are merged from the longest match to the shortest. Level k takes the share ``λ_k`` of the mass
-that longer levels left over and spends it on its own continuations (prediction by partial matching, interpolated).
-`kernels/calibration.py` says what ``λ`` is.
+A source has *levels*: contexts of order k that occurred, with the tokens that followed and how often. Levels of all
+sources are merged from the longest match to the shortest. Level k takes the share ``λ_k`` of the mass that longer
+levels left, and distributes it over its continuations (interpolated prediction by partial matching).
+`kernels/calibration.py` defines ``λ``.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ MAX_LEVELS = 24
 MAX_CANDIDATES = 160
 HASH = 512
 _READ = max(READ_LIMIT, LISTED)
-"""Continuations that one level can have."""
+"""Most continuations of a level."""
 MASS_FLOOR = 0.01
-"""Mass below which learning stops reading levels."""
+"""Remaining mass below which learning reads no further levels."""
 
 LEVELS, WEIGHTS, CANDIDATES = 0, 32 * MAX_LEVELS, 40 * MAX_LEVELS
 SHARES, CREDIT, SLOTS = (CANDIDATES + size * MAX_CANDIDATES for size in (4, 8, 24))
 HASHES = SLOTS + 8 * HASH
 READ = HASHES + 16 * TAIL
 OPEN = READ + 12 * _READ
-"""Where arrays of scratch begin, in bytes: they are written at one node and read before the next.
+"""Byte offsets of the scratch arrays, which are valid at one node.
 
-`LEVELS` (MAX_LEVELS, 4) int64 source row, handle, cell, total; `WEIGHTS` (MAX_LEVELS,) float32 λ, longest match first.
-`CANDIDATES` (MAX_CANDIDATES,) int32; `SHARES` float32 their probabilities; `CREDIT` int64 the row that gave the largest
-share of each, then float32 that share. `SLOTS` (HASH,) int64 token → candidate; entries carry the node's stamp, so that
-nothing is cleared between nodes. `HASHES` (2, TAIL) uint64. `READ` (_READ,) int32 tokens, int32 counts and float32
-shares of a level. `OPEN` (s, 2) int64 levels, then (s,) int64 their rows.
+`LEVELS` (MAX_LEVELS, 4) int64: source row, handle, cell, total; `WEIGHTS` (MAX_LEVELS,) float32: λ, longest first.
+`CANDIDATES` (MAX_CANDIDATES,) int32; `SHARES` float32: their probabilities; `CREDIT`: int64 row of the source with the
+largest share of each, then float32 that share. `SLOTS` (HASH,) int64: token to candidate; entries contain the node's
+stamp, so that nothing has to be cleared. `HASHES` (2, TAIL) uint64. `READ` (_READ,): int32 tokens, int32 counts and
+float32 shares of a level. `OPEN`: (s, 2) int64 levels, then (s,) int64 their rows.
 """
 
 
 def scratch_memory(rows: int) -> NDArray[np.int64]:
-    """Memory for the scratch of a table of so many sources."""
+    """Allocate the scratch memory for a number of sources."""
     return np.zeros(OPEN // 8 + 3 * rows, np.int64)
 
 
 @inner
 def context_hashes(tails: NDArray[np.int32], at: int, tail_len: int, out: NDArray[np.uint64]) -> None:
-    """Hashes of the last 1, 2, … tokens: row 0 as n-gram tables are keyed, row 1 as the recycling table is, and at its
-    end the last token."""
+    """Write hashes of the last 1, 2, … tokens: row 0 for n-gram tables, row 1 for recycling tables, with the last token
+    at its end."""
     out[1, TAIL - 1] = tails[at, 0]
     h = np.uint64(0)
     g = np.uint64(0)
@@ -82,17 +82,17 @@ def collect_levels(
     mass_floor: float,
     stores: int | None,
 ) -> int:
-    """Merge the levels of all sources, longest match first, into `LEVELS` and `WEIGHTS` of the scratch.
+    """Merge the levels of all sources, longest match first, into the scratch arrays `LEVELS` and `WEIGHTS`.
 
     Parameters
     ----------
     cursors, base
-        (m, CURSOR) int64; the node's cursors are rows base … base + s - 1. Indices are passed instead of slices, which
-        would cost more than the work done with them.
+        (m, CURSOR) int64; the node's cursors are rows base … base + s - 1. Making slices instead of passing indices
+        would take longer than the work itself.
     tails, at, tail_len
-        (m, TAIL) int32, the node's row: newest tokens, newest first, and how many are valid.
+        (m, TAIL) int32 newest tokens, newest first, the node's row, and the number of valid tokens.
     mass_floor
-        Levels that would share less than this mass are not read.
+        Levels are not read if less than this mass is left.
     stores
         As in `kernels/levels.py`.
 
@@ -158,21 +158,21 @@ def blend(
     stamp: int,
     stores: int | None,
 ) -> int:
-    """Spend the mass of all levels on their continuations: `CANDIDATES`, `SHARES` and `CREDIT` of the scratch.
+    """Distribute the mass of all levels over their continuations: scratch arrays `CANDIDATES`, `SHARES` and `CREDIT`.
 
     Parameters
     ----------
     floor
         Shares below this probability are left out.
     stamp
-        A number not used with this scratch since it was opened.
+        A number that was not used with this scratch before.
     stores
         As for `collect_levels`.
 
     Returns
     -------
     int
-        Number of candidates, in no particular but deterministic order.
+        Number of candidates; their order is deterministic but unspecified.
     """
     table, cells = sources_of(request), cells_of(request)
     scratch = request.scratch

@@ -1,19 +1,19 @@
-"""Numba kernels of what is learned: weights of levels, the scale of probabilities, acceptance of drafts, cost.
+"""Numba kernels of calibration: weights of levels, scale of probabilities, acceptance of drafts, cost of passes.
 
-Weights: how much of the mass a level takes. Over all requests a weight is ``explained / reached`` of its cell (source,
-match length, count, distinct continuations), shrunk towards a prior. Within a request its odds are multiplied by two
-factors that begin at one: one per source, one per source and length class. They are random effects of a logistic model,
-followed by a Kalman filter with one variance per factor, so a request that does not follow what others followed is
-noticed within a few tokens.
+Weights: the share of the mass that a level takes. Over all requests, a weight is ``explained / reached`` of its cell
+(source, match length, count, distinct continuations), shrunk towards a prior. Within a request, its odds are multiplied
+by two factors that start at one: per source, and per source and length class. They are random effects of a logistic
+model, estimated by a Kalman filter with one variance per factor, so that a request that differs from others is noticed
+within a few tokens.
 
-Scale: blended probabilities are corrected by what came of earlier ones, per source and log-odds bin.
+Scale: blended probabilities are corrected by the outcomes of earlier ones, per source and log-odds bin.
 
-Acceptance: the probability of a token is calibrated where the text went, that of a path is a product over places where
-it may never go. How many tokens are accepted for each one that was expected of whole drafts is learned as two counts,
-where the next draft is made (`kernels/step.py`, `kernels/batch.py`), and for drafts that are judged elsewhere by
+Acceptance: a token's probability is calibrated at places that the text reached, but a path's is a product over places
+that it may never reach. So the ratio of accepted to expected tokens of whole drafts is learned as two counts, by the
+kernels that make the next draft (`kernels/step.py`, `kernels/batch.py`), or for other drafts by
 `retrieve_spec.drafting.calibration.Calibration`.
 
-Cost: a Kalman filter of the logarithm of a pass's time takes in passes.
+Cost: a Kalman filter of the logarithm of a pass's time.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from retrieve_spec.kernels.compiled_code import door, inner, making_door
 LENGTH_BUCKETS, COUNT_BUCKETS, DISTINCT_BUCKETS = 12, 8, 6
 NUM_SOURCES = 12
 _CONTEXT, _PREDICTION, _RECYCLING, _DENSE, _PHRASES, _ALIGNMENT, _BIGRAMS, _DISTILLED = 0, 2, 3, 6, 8, 9, 10, 11
-"""How many of `retrieve_spec.sources.SOURCE_NAMES` estimate, and the places of some of them."""
+"""Number of `retrieve_spec.sources.SOURCE_NAMES` with calibrated probabilities, and indices of some of them."""
 FORCED = NUM_SOURCES
-"""The place of what needs no source, as nothing else may come."""
+"""Index for forced tokens, which need no source."""
 CELLS = NUM_SOURCES * LENGTH_BUCKETS * COUNT_BUCKETS * DISTINCT_BUCKETS
 PRIOR_WEIGHT = 6.0
-"""Observations that the prior of a cell counts for."""
+"""Weight of a cell's prior in observations."""
 CELL_MEMORY = 400.0
-"""Observations after which a cell forgets as fast as it learns."""
+"""Number of observations after which a cell forgets as fast as it learns."""
 LENGTH_CLASSES = 3
-"""Classes of match length (up to 3 tokens, up to 11, more) that are corrected within a request."""
+"""Number of match-length classes (up to 3 tokens, up to 11, more) with corrections within a request."""
 _CELLS_PER_CLASS = LENGTH_BUCKETS // LENGTH_CLASSES * COUNT_BUCKETS * DISTINCT_BUCKETS
 REQUEST_VARIANCE = 1.0
-"""Variance of the logarithm of either factor between requests."""
+"""Variance of the logarithm of each factor between requests."""
 _FURTHEST = 500.0
-"""A factor's largest distance from one."""
+"""Largest factor; the smallest is its inverse."""
 
 
 @door
 def length_bucket(n: int) -> int:
-    """0 … 11 for match lengths 0, 1, 2, 3, 4, 5, 6–7, 8–11, 12–15, 16–23, 24–39, 40 and more."""
+    """Return 0 … 11 for match lengths 0, 1, 2, 3, 4, 5, 6–7, 8–11, 12–15, 16–23, 24–39, 40 and more."""
     # Sums, as no branch can be foretold; they begin with a number, as truth values of NumPy alone add up to one.
     short = 0 + (n >= 1) + (n >= 2) + (n >= 3) + (n >= 4) + (n >= 5) + (n >= 6)
     return short + (n >= 8) + (n >= 12) + (n >= 16) + (n >= 24) + (n >= 40)
@@ -53,32 +53,32 @@ def length_bucket(n: int) -> int:
 
 @inner
 def count_bucket(n: int) -> int:
-    """0 … 7 for counts 1, 2, 3, 4–5, 6–8, 9–16, 17–64, 65 and more."""
+    """Return 0 … 7 for counts 1, 2, 3, 4–5, 6–8, 9–16, 17–64, 65 and more."""
     return 0 + (n >= 2) + (n >= 3) + (n >= 4) + (n >= 6) + (n >= 9) + (n >= 17) + (n >= 65)
 
 
 @inner
 def distinct_bucket(n: int) -> int:
-    """0 … 5 for 1, 2, 3, 4–5, 6–8, 9 and more distinct continuations."""
+    """Return 0 … 5 for 1, 2, 3, 4–5, 6–8, 9 and more distinct continuations."""
     return 0 + (n >= 2) + (n >= 3) + (n >= 4) + (n >= 6) + (n >= 9)
 
 
 @inner
 def cell_of(source: int, length: int, total: int, distinct: int) -> int:
-    """Row of the calibration table."""
+    """Return the row of a cell in the calibration table."""
     c = source * LENGTH_BUCKETS + length_bucket(length)
     return (c * COUNT_BUCKETS + count_bucket(total)) * DISTINCT_BUCKETS + distinct_bucket(distinct)
 
 
 @inner
 def recency_weight(cells: NDArray[np.float32], cell: int) -> float:
-    """Share of a level that goes to its most recent continuation, whatever its count."""
+    """Return the share of a level that goes to its most recent continuation regardless of its count."""
     return (np.float64(cells[cell, 2]) + 0.15 * PRIOR_WEIGHT) / (np.float64(cells[cell, 3]) + PRIOR_WEIGHT)
 
 
 @inner
 def prior_weight(source: int, length: int, total: int, distinct: int) -> float:
-    """Weight of a level before anything was learned: n / (n + a·d), with a falling in the match length."""
+    """Return a level's prior weight: n / (n + a·d), where a decreases with the match length."""
     if source == _RECYCLING or source == _DISTILLED:  # the target's own probabilities
         return 0.75 if length >= 2 else 0.6
     if source == _BIGRAMS:  # the same, whatever stood before
@@ -107,27 +107,27 @@ def prior_weight(source: int, length: int, total: int, distinct: int) -> float:
 
 
 def begin_request(trust: NDArray[np.float64]) -> None:
-    """Put all factors to one: ``trust`` (NUM_SOURCES, 1 + LENGTH_CLASSES, 2) holds factors and their variances."""
+    """Reset all factors to one; ``trust`` (NUM_SOURCES, 1 + LENGTH_CLASSES, 2) holds factors and variances."""
     trust[:, :, 0] = 1.0
     trust[:, :, 1] = REQUEST_VARIANCE
 
 
 @inner
 def odds_of(trust: NDArray[np.float64], cell: int) -> float:
-    """What the odds of a cell's weight are multiplied by in this request."""
+    """Return the factor by which this request multiplies the odds of a cell's weight."""
     at = cell // _CELLS_PER_CLASS
     return trust[at // LENGTH_CLASSES, 0, 0] * trust[at // LENGTH_CLASSES, 1 + at % LENGTH_CLASSES, 0]
 
 
 @inner
 def multiplied(weight: float, odds: float) -> float:
-    """A weight with its odds multiplied."""
+    """Multiply the odds of a weight."""
     return weight * odds / (1.0 - weight + weight * odds)
 
 
 @inner
 def adapt(trust: NDArray[np.float64], cell: int, weight: float, explained: float, reached: float) -> None:
-    """Move the two factors of a cell: the level was reached and explained the token with these probabilities."""
+    """Update a cell's two factors: its level was reached, and explained the token, with these probabilities."""
     at = cell // _CELLS_PER_CLASS
     for i in (0, 1 + at % LENGTH_CLASSES):
         factor = trust[at // LENGTH_CLASSES, i]
@@ -137,9 +137,9 @@ def adapt(trust: NDArray[np.float64], cell: int, weight: float, explained: float
 
 
 SCALE_BINS = 33
-"""Bins over log-odds -8 … 8; a probability counts for the two around it."""
+"""Number of bins over log-odds -8 … 8; a probability is shared by the two nearest bins."""
 SCALE_PRIOR = 8.0
-"""Summed probability that the prior of a bin, no correction, counts for."""
+"""Weight of a bin's prior (no correction) in summed probability."""
 SCALE_MEMORY = 1000.0
 """Summed probability after which a bin forgets as fast as it learns."""
 CERTAIN = 0.9999
@@ -148,7 +148,7 @@ CERTAIN = 0.9999
 
 @inner
 def scale_bin(p: float) -> tuple[int, float]:
-    """Lower bin of a probability on the log-odds scale and its fractional part."""
+    """Return the lower bin of a probability on the log-odds scale, and the fractional part."""
     p = min(max(p, 1e-6), 1.0 - 1e-6)
     x = (min(max(np.log(p / (1.0 - p)), -7.999), 7.999) + 8.0) * 2.0
     i = int(x)
@@ -157,7 +157,7 @@ def scale_bin(p: float) -> tuple[int, float]:
 
 @inner
 def scaled(scale: NDArray[np.float32], row: int, p: float) -> float:
-    """Probability after the learned correction of a row of ``scale`` (`Calibration.scale`)."""
+    """Correct a probability by a row of ``scale`` (`Calibration.scale`)."""
     i, f = scale_bin(p)
     low = (np.float64(scale[row, i, 0]) + SCALE_PRIOR) / (np.float64(scale[row, i, 1]) + SCALE_PRIOR)
     high = (np.float64(scale[row, i + 1, 0]) + SCALE_PRIOR) / (np.float64(scale[row, i + 1, 1]) + SCALE_PRIOR)
@@ -165,23 +165,22 @@ def scaled(scale: NDArray[np.float32], row: int, p: float) -> float:
 
 
 DRAFT_PRIOR, DRAFT_MEMORY = 10.0, 300.0
-"""Accepted tokens that the ratio of a new drafter counts for, and after how many the oldest fade."""
+"""Weight of a new drafter's ratio in accepted tokens, and number after which the oldest fade."""
 FIRST_MEMORY = 12.0
-"""First tokens of drafts that were not made after which what drafts taught has faded to a third: few passes are looked
-at while drafts do not pay."""
+"""Number of unmade drafts, judged by their first tokens, after which counts of made drafts have faded to a third."""
 LEAST, MOST = 0.3, 1.3
-"""The ratio at least and at most."""
+"""Bounds of the ratio."""
 
 
 @door
 def acceptance_ratio(counts: NDArray[np.float64]) -> float:
-    """Tokens accepted for each one expected, of ``counts`` (2,): accepted and expected."""
+    """Return accepted tokens per expected token from ``counts`` (2,): accepted and expected."""
     return min(max((counts[0] + DRAFT_PRIOR) / (counts[1] + DRAFT_PRIOR), LEAST), MOST)
 
 
 @door
 def learn_draft(counts: NDArray[np.float64], expected: float, accepted: int) -> None:
-    """Learn what became of a draft: tokens expected (the ratio is in them) and tokens accepted."""
+    """Learn from a verified draft: its expected tokens (which include the ratio) and accepted tokens."""
     total = counts[1] + expected / acceptance_ratio(counts)
     fade = min(DRAFT_MEMORY / total, 1.0)
     counts[0] = (counts[0] + accepted) * fade
@@ -190,9 +189,9 @@ def learn_draft(counts: NDArray[np.float64], expected: float, accepted: int) -> 
 
 @inner
 def learn_first(counts: NDArray[np.float64], p: float, right: int) -> None:
-    """Learn whether the token that a draft would have begun with came (1) or not (0); its probability was `p`.
+    """Learn whether the first token of an unmade draft came (1) or not (0); its probability was `p`.
 
-    Drafts that do not pay because they are not trusted are not made: trust would never be won back.
+    Otherwise, drafts that are not made for lack of trust could never regain it.
     """
     fade = 1.0 - p / acceptance_ratio(counts) / FIRST_MEMORY
     counts[0] *= fade
@@ -213,25 +212,25 @@ def learn_passes(
     nodes: NDArray[np.int64],
     seconds: NDArray[np.float64],
 ) -> None:
-    """Learn from passes, one after another; `mean`, `covariance` and `noise` change in place.
+    """Learn from passes in order; `mean`, `covariance` and `noise` are updated in place.
 
     Parameters
     ----------
     mean, covariance
-        (k,) and (k, k): log T(0), then the steps of log T from knot to knot.
+        (k,) and (k, k) of log T(0), then of the increments of log T between knots.
     noise
-        (1,) variance of the logarithm of one pass's time.
+        (1,) variance of the logarithm of a single pass's time.
     knots
-        (k,) numbers of nodes.
+        (k,) numbers of nodes of the knots.
     usual, memory
-        (k - 1,) steps that the mean goes back to, and how much of what was learned stays from pass to pass.
+        (k - 1,) increments to which the mean returns, and the share of what was learned that is kept from pass to pass.
     growth
-        (k, k) what is added to the covariance from pass to pass.
+        (k, k) increase of the covariance from pass to pass.
     noise_rule
-        (3,) how fast the noise is learned, the least it can be, and the standard deviations that a slow pass counts for
-        at most.
+        (3,) learning rate of the noise, its minimum, and the number of standard deviations to which slow passes are
+        clipped.
     nodes, seconds
-        (n,) each: what passes drafted, and what they took.
+        (n,) each: nodes and times of the passes.
     """
     size = len(knots)
     slope, gains = np.empty(size), np.empty(size)

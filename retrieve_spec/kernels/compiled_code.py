@@ -1,4 +1,4 @@
-"""Compiled code of the kernels: dropped where it is older than its sources, told of while it is made."""
+"""Compiled code of the kernels: compile with less work, delete stale code, and report progress."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ logger = logging.getLogger(__name__)
 class _LinkedCode(JITCodeLibrary):  # type: ignore[misc]
     """LLVM's code of a kernel that only kernels call.
 
-    By default Numba optimises the code of every kernel with that of all it calls, and makes machine code of it: a deep
-    tree of calls is optimised once per level. This code is linked into that of its callers as it is, and is optimised
-    and made into machine code with that of a kernel that Python calls.
+    By default, Numba optimises every kernel together with all that it calls, and generates machine code: a deep tree of
+    calls is optimised once per level. This code is linked into its callers unoptimised, and is optimised and turned
+    into machine code with the kernel that Python calls.
     """
 
     def add_llvm_module(self, ll_module: Any) -> None:
-        """Take in the kernel's own code."""
+        """Add the kernel's own code."""
         ll_module.data_layout = self._codegen._data_layout
         self._final_module.link_in(ll_module)
 
     def finalize(self) -> None:
-        """Take in the code of all it calls."""
+        """Link the code of all kernels it calls."""
         for library in dict.fromkeys(self._linking_libraries):
             self._final_module.link_in(library._get_module_for_linking(), preserve=True)
         self._finalized = True
 
     @property
     def codegen(self) -> Any:
-        """Who is told of the kernel's environment, which only machine code has."""
+        """Object that is told of the kernel's environment, which only machine code has."""
         return self
 
     def set_env(self, env_name: str, env: Any) -> None:
-        """Need no environment."""
+        """Do nothing: there is no environment."""
 
 
 class _LinkedCompiler(Compiler):  # type: ignore[misc]
-    """Numba's compiler, for kernels that only kernels call."""
+    """Numba's compiler for kernels that only kernels call."""
 
     def __init__(self, typing_context: Any, target_context: Any, library: Any, *rest: Any) -> None:
         library = _LinkedCode(target_context.codegen(), "linked")  # type: ignore[no-untyped-call]
@@ -64,45 +64,45 @@ _DOOR: dict[str, Any] = {"cache": True, "nogil": True, "no_cfunc_wrapper": True,
 _INNER: dict[str, Any] = _DOOR | {"cache": False, "no_cpython_wrapper": True, "pipeline_class": _LinkedCompiler}
 _MAKING: dict[str, Any] = {"_nrt": True}
 door = njit(**_DOOR)
-"""Decorator of a kernel that Python calls, and other kernels may. It has no door for C: a twentieth of the work. It
-makes no array and returns none, so that no references to arrays need to be counted: half of the time of a kernel of a
-few microseconds. Whoever calls it holds its arrays."""
+"""Decorator of a kernel that Python (and perhaps other kernels) call. It has no C wrapper, which saves a twentieth of
+the work. It neither makes nor returns arrays, so that references need not be counted, which saves half of the time of a
+kernel of a few microseconds; the caller holds its arrays."""
 making_door = njit(**_DOOR | _MAKING)
-"""The same of a kernel that makes or returns arrays, or calls one that returns new ones."""
+"""Like `door`, for kernels that make or return arrays, or call one that returns new arrays."""
 inner = njit(**_INNER)
-"""Decorator of a kernel that only kernels call: its code becomes part of theirs, and it has no door for Python. That
-saves most of the work of compiling a small one. It makes no array and returns none."""
+"""Decorator of a kernel that only kernels call: its code becomes part of theirs, without a Python wrapper, which saves
+most of the work of compiling a small kernel. It neither makes nor returns arrays."""
 making = njit(**_INNER | _MAKING)
-"""The same of a kernel that makes or returns arrays."""
+"""Like `inner`, for kernels that make or return arrays."""
 part = njit(nogil=True, inline="always")
-"""Decorator of a kernel that one other kernel calls, at one place: it is compiled as part of that kernel, once."""
+"""Decorator of a kernel that one other kernel calls, at one place: it is inlined there and compiled once."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _ROOM = 1 << 16
-"""Words of a frame, after which there is room for the frames of all calls below it."""
+"""Size of a frame in words that leaves room for the frames of all calls below it."""
 WHY_IT_TAKES_LONG = (
     "compiling the kernels, once on this machine: half a minute of a fast processor, two minutes of a slow one; "
     "later starts take seconds"
 )
 TOLD_EVERY_S = 15.0
-"""Seconds after which it is said how far compiling is."""
+"""Interval between progress messages in seconds."""
 _is_logging: ContextVar[bool] = ContextVar("_is_logging", default=False)
 
 
 def cpu_features() -> tuple[bool, frozenset[str]]:
-    """Whether Numba compiles for an x86 CPU, and LLVM's names of what it has: it may be told to leave some out."""
+    """Whether Numba compiles for an x86 CPU, and LLVM's names of the enabled features."""
     machine, _, features = cpu_target.target_context.codegen().magic_tuple()
     named = frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
     return machine.startswith(("x86", "i")), named
 
 
 def _beside() -> None:
-    """A kernel whose compiled code lies where that of all others does."""
+    """Kernel whose compiled code is in the folder of all others'."""
 
 
 def code_folder(kernel: Callable[..., Any] = _beside) -> Path:
-    """Where compiled code of a kernel, and of those in its folder, is kept: beside the sources, in the user's cache or,
-    where neither can be written, among temporary files.
+    """Return the folder of compiled code of the kernels in a folder: beside the sources, in the user's cache, or among
+    temporary files if neither can be written.
     """
     try:
         places = [Path(place) for place in (config.CACHE_DIR, Path(__file__).parent) if place]
@@ -117,10 +117,10 @@ def code_folder(kernel: Callable[..., Any] = _beside) -> Path:
 
 
 def drop_stale(folder: Path, sources: Iterable[Path]) -> int:
-    """Delete what Numba finds compiled code by, where it is older than any source; returns how many.
+    """Delete Numba's index files that are older than any source; return how many.
 
-    A kernel is compiled with the code of those it calls. When one of these changes in another file, as by `git pull`,
-    Numba would go on with the old code.
+    A kernel contains the code of those it calls. When one of these changes in another file, for example by `git pull`,
+    Numba would keep using the old code.
     """
     now = time.time_ns()  # files from the future, as another machine's clock makes them, would be newer for ever
     newest = max((t for source in sources if (t := source.stat().st_mtime_ns) <= now), default=0)
@@ -131,7 +131,7 @@ def drop_stale(folder: Path, sources: Iterable[Path]) -> int:
 
 
 def drop_stale_kernels(kernel: Callable[..., Any] = _beside) -> None:
-    """`drop_stale` for the folder of a kernel, before those in it are called first."""
+    """Call `drop_stale` for the folder of a kernel, before any kernel there is first called."""
     if not config.DISABLE_JIT:
         with contextlib.suppress(OSError):  # another process was faster, or the folder may only be read
             kernels = Path(__file__).parent
@@ -139,32 +139,32 @@ def drop_stale_kernels(kernel: Callable[..., Any] = _beside) -> None:
 
 
 class _Told(event.Listener):  # type: ignore[misc]
-    """Passes on the names of this package's kernels as they are compiled."""
+    """Listener that reports the names of this package's kernels while they are compiled."""
 
     def __init__(self, tell: Callable[[str], Any]) -> None:
         self._tell = tell
 
     def on_start(self, happened: Any) -> None:
-        """A kernel was not found compiled."""
+        """Report a kernel that is about to be compiled."""
         kernel = happened.data["dispatcher"].py_func
         package, _, place = kernel.__module__.partition(".")
         if package == "retrieve_spec":
             self._tell(f"{place.removeprefix('kernels.')}.{kernel.__name__}")
 
     def on_end(self, happened: Any) -> None:
-        """It is compiled."""
+        """Do nothing."""
 
 
 @contextlib.contextmanager
 def told_of_compiling(tell: Callable[[str], Any]) -> Iterator[None]:
-    """Call `tell` with the name of every kernel that this process compiles in the block, not with those it loads."""
+    """Call `tell` with the name of every kernel that is compiled (not loaded) in the block."""
     with event.install_listener("numba:compile", _Told(tell)):
         yield
 
 
 @contextlib.contextmanager
 def compiling_logged() -> Iterator[None]:
-    """Log why it takes long when the first kernel is compiled in the block, and now and then how far that is."""
+    """Log the reason for the wait when a kernel is first compiled in the block, and progress at intervals."""
     if _is_logging.get():
         yield
         return
@@ -197,11 +197,11 @@ _call.__code__ = _call.__code__.replace(co_stacksize=_ROOM)
 
 
 def compiles(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator of what compiles kernels: the compiler takes a quarter less of the processor's time.
+    """Decorator of functions that compile kernels; saves a quarter of the compiler's processor time.
 
-    Python keeps frames in pieces of 16 KiB, and asks the system for a piece each time that a call crosses the end of
-    one, half a million times in calls as deep as the compiler's; a frame that is said to be larger than a piece begins
-    one that has room for them all. And collections would look for garbage among what the compiler keeps.
+    Python allocates frames in chunks of 16 KiB, and asks the system for a chunk each time a call crosses the end of
+    one, half a million times in calls as deep as the compiler's. A frame that is declared larger than a chunk gets a
+    chunk with room for all of them. And garbage collections would search all that the compiler keeps.
     """
 
     @functools.wraps(function)

@@ -36,14 +36,14 @@ from retrieve_spec.kernels.source_table import (
 from retrieve_spec.kernels.views import Record, prefetch, view_f32, view_i32, view_i64, view_i64_rows, view_rows
 
 NEGLIGIBLE = 0.2
-"""Part of the smallest useful probability below which a single share is not worth adding up."""
+"""Shares below this part of the smallest useful probability are not added up."""
 RANKS = 72
-"""Bins of the candidates' probabilities, for pruning."""
+"""Number of bins of candidates' probabilities, for pruning."""
 
 
 @inner
 def _before(pool_p: NDArray[np.float32], pool_ids: NDArray[np.int32], a: int, b: int) -> bool:
-    """Heap order: higher probability, then lower token id, then earlier candidate."""
+    """Whether a candidate precedes another: higher probability, then lower token id, then earlier."""
     if pool_p[a] != pool_p[b]:
         return bool(pool_p[a] > pool_p[b])
     if pool_ids[a, 0] != pool_ids[b, 0]:
@@ -87,12 +87,12 @@ def _pop(heap: NDArray[np.int32], size: int, pool_p: NDArray[np.float32], pool_i
 
 @inner
 def couple(tokens: NDArray[np.int32], probs: NDArray[np.float32], n: int, key: np.uint64) -> None:
-    """Turn probabilities into probabilities given the noise that the sample will be drawn with.
+    """Turn probabilities into probabilities given the noise with which the sample will be drawn.
 
-    The target's token is the argmax of ``p_i / E_i`` where the exponential ``E_i`` is known (Gumbel-max sampling with
-    counted noise) and only ``p_i`` is estimated. So the candidates' scores are known up to the error of the estimate,
-    and the chance to win is taken in proportion to them (exponents of 1.5 and 2.5 were no better, and worse
-    calibrated); the mass of all others competes with its median noise, ln 2.
+    The target's token is the argmax of ``p_i / E_i``, where the exponential ``E_i`` is known (Gumbel-max sampling with
+    counter-based noise) and only ``p_i`` is estimated. So the candidates' scores are known up to the error of the
+    estimate, and the chance to win is taken as proportional to them (exponents of 1.5 and 2.5 were no better, and worse
+    calibrated). The mass of all other tokens competes with its median noise, ln 2.
     """
     others = 1.0
     for i in range(n):
@@ -117,13 +117,13 @@ def best_possible(cost: NDArray[np.float32], n: int, gain: float, p: float, rate
 
 @inner
 def _rank(p: float) -> int:
-    """Bin of a path probability, six per halving."""
+    """Return the bin of a path probability; there are six per factor of two."""
     return min(int(-6.0 * np.log2(max(p, 1e-9))), RANKS - 1)
 
 
 @inner
 def _cutoff(ranks: NDArray[np.int64], max_nodes: int) -> float:
-    """A probability below which no further candidate can be among the ``max_nodes`` best."""
+    """Return a probability below which no further candidate can be among the ``max_nodes`` best."""
     above = 0
     for i in range(RANKS - 1):  # the last bin has no lower end
         above += ranks[i]
@@ -142,7 +142,7 @@ def follow(
     token: int,
     stores: int | None,
 ) -> None:
-    """Make the newest tokens and the cursors at place ``at`` those at place ``above`` after one more token."""
+    """Advance the newest tokens and cursors of place ``above`` by a token, and write them to place ``at``."""
     tails[at, 0] = token
     for i in range(1, TAIL):
         tails[at, i] = tails[above, i - 1]
@@ -161,7 +161,7 @@ def follow(
 
 @part
 def _start(request: Record, cursors: NDArray[np.int64], tails: NDArray[np.int32]) -> None:
-    """Put the text's own cursors and newest tokens in the root's place, and forget the candidates of earlier trees."""
+    """Copy the text's cursors and newest tokens to the root's place, and discard candidates of earlier trees."""
     view_i64(request.scratch + SLOTS, HASH)[:] = 0
     root, newest = cursors_of(request), newest_of(request)
     for s in range(len(root)):
@@ -183,7 +183,7 @@ def _add_candidates(
     pool: int,
     waiting: int,
 ) -> tuple[int, int]:
-    """Add the candidates for one node's children to the pool and the heap.
+    """Add a node's candidate children to the pool and the heap.
 
     Parameters
     ----------
@@ -192,16 +192,16 @@ def _add_candidates(
     path_p, parent
         Path probability and number of the node; -1 for the root.
     least, cutoff
-        Probability of a candidate, and of its path, below which it is left out.
+        Smallest probability of a candidate, and of its path.
     ranks
-        (RANKS,) int64, how many candidates were added, by path probability; counted on.
+        (RANKS,) int64 numbers of added candidates by path probability; updated.
     pool, waiting
-        Candidates in the pool, and of these in the heap.
+        Numbers of candidates in the pool, and of these in the heap.
 
     Returns
     -------
     pool, waiting
-        How many there are now.
+        The new numbers.
     """
     table, scale, room = sources_of(request), scale_of(request), request.pool_size
     tokens, probs = view_i32(request.scratch + CANDIDATES, count), view_f32(request.scratch + SHARES, count)
@@ -228,7 +228,7 @@ def _add_candidates(
 
 @part
 def _take_best(request: Record, waiting: int, nodes: NDArray[np.int64], n: int) -> float:
-    """Write the most probable candidate that waits as the n-th node, and return its path probability."""
+    """Write the most probable waiting candidate as the n-th node; return its path probability."""
     room = request.pool_size
     pool_p, pool_ids = view_f32(request.pool_p, room), view_rows(request.pool_ids, room, 3)
     heap = view_i32(request.heap, room)
@@ -252,25 +252,25 @@ def expand(
     chain: int,
     stores: int | None,
 ) -> tuple[int, int]:
-    """Take the nodes of highest path probability, as long as they pay.
+    """Grow the tree by the nodes of highest path probability, as long as they pay.
 
     Parameters
     ----------
     request
-        Where the text stands. Its `nodes` (max_nodes, 4) int64 (token, parent, depth, source) and `node_p`
-        (max_nodes,) float32 are written, best first. They begin with a chain of `num_forced` nodes, which is taken as
-        it is; the next one is there also where it does not pay, and its probability is 0 where there is none.
+        The text's request. Its `nodes` (max_nodes, 4) int64 (token, parent, depth, source) and `node_p` (max_nodes,)
+        float32 are written, best first. They begin with a given chain of `num_forced` nodes. The node after that is
+        written even if it does not pay; its probability is 0 if there is none.
     cost
         (max_nodes + 1,) float32 seconds of a pass over n nodes, or (0,) to fill the budget.
     acceptance
-        What all path probabilities are multiplied by (`calibration.acceptance_ratio`).
+        Factor of all path probabilities (`calibration.acceptance_ratio`).
     chain
-        1 to follow the most probable token at every node alone, 0 for a tree.
+        1 to follow only the most probable token at every node, 0 for a tree.
 
     Returns
     -------
     n, grown
-        Nodes worth verifying (a prefix of those grown), nodes grown.
+        Numbers of nodes worth verifying (a prefix), and of all written nodes.
     """
     table = sources_of(request)
     rows = len(table)

@@ -1,13 +1,13 @@
-"""Induced sorting: the suffix array of an array of integers, in time linear in its length.
+"""Induced sorting: the suffix array of an integer array, in time linear in its length.
 
-SA-IS (Nong, Zhang, Chan 2009) in the form that keeps all but a few small arrays in the suffix array itself. A suffix is
-of type S when it is smaller than the one that begins a token later, else of type L; those of type S that follow one of
-type L are *borders* (LMS in the papers). Borders are sorted by the text up to the next one and named by their rank;
-where names repeat, the text of names is sorted in turn. From sorted borders the order of all other suffixes follows in
-two passes over the array. What comes after the end counts as smaller than any token.
+SA-IS (Nong, Zhang, Chan 2009) in the variant that keeps all but a few small arrays in the suffix array itself. A suffix
+is of type S if it is smaller than the suffix after it, else of type L; a suffix of type S after one of type L is a
+*border* (LMS in the papers). Borders are sorted by the text up to the next one, and named by their rank; if names
+repeat, the text of names is sorted recursively. Given sorted borders, two passes over the array induce the order of all
+other suffixes. The end of the text is smaller than any token.
 
-Entries that a pass has still to do something with are marked by their sign: ``~j`` is j, put off. The passes read the
-text in random order, so each asks for what it is going to need some entries ahead.
+Entries that a pass must still handle are marked by their sign: ``~j`` stands for j. The passes read the text in random
+order, so they prefetch some entries ahead.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from retrieve_spec.kernels.compiled_code import door, inner, making_door
 from retrieve_spec.kernels.views import prefetch
 
 _AHEAD, _NEAR = 32, 16
-"""Entries between asking for a line of the text, or for the place of a token read from it, and reading it."""
+"""Prefetch distance in entries, for a line of the text and for the bucket of a token read from it."""
 
 
 def sort_suffixes(text: NDArray[Any], size: int) -> NDArray[np.int32]:
-    """Positions of a text in the order of the suffixes that begin there.
+    """Sort the suffixes of a text.
 
     Parameters
     ----------
     text
         (n,) unsigned or int32, n < 2^31.
     size
-        Its tokens are in ``[0, size)``.
+        Tokens are in ``[0, size)``.
 
     Returns
     -------
     numpy.ndarray
-        (n,) int32. Takes about four bytes per token beside text and result, and eight per number below `size`.
+        (n,) int32 positions of the suffixes in order. Temporary memory is about four bytes per token, and eight per
+        number below `size`.
     """
     out = np.zeros(len(text), np.int32)
     _sort_into(text, size, out)
@@ -45,7 +46,7 @@ def sort_suffixes(text: NDArray[Any], size: int) -> NDArray[np.int32]:
 
 
 def _sort_into(text: NDArray[Any], size: int, sa: NDArray[np.int32]) -> None:
-    """Sort the suffixes of a text into zeros."""
+    """Sort the suffixes of a text into an array of zeros."""
     n = len(text)
     if n < 2:
         return  # the one position is 0
@@ -67,7 +68,7 @@ def _sort_into(text: NDArray[Any], size: int, sa: NDArray[np.int32]) -> None:
 
 @making_door
 def count_tokens(text, size):  # type: ignore[no-untyped-def]
-    """How often each token stands in a text."""
+    """Count each token of a text."""
     counts = np.zeros(size, np.int32)
     for i in range(len(text)):
         counts[text[i]] += 1
@@ -76,7 +77,7 @@ def count_tokens(text, size):  # type: ignore[no-untyped-def]
 
 @making_door
 def find_borders(text, buffer):  # type: ignore[no-untyped-def]
-    """Borders of a text, rising, written to the end of a buffer."""
+    """Write the borders of a text, in ascending order, to the end of a buffer."""
     at = len(buffer)
     is_s, following = False, text[len(text) - 1]
     for i in range(len(text) - 2, -1, -1):
@@ -91,7 +92,7 @@ def find_borders(text, buffer):  # type: ignore[no-untyped-def]
 
 @inner
 def _starts(counts, out):  # type: ignore[no-untyped-def]
-    """Where the suffixes of each first token begin."""
+    """Return the starts of the buckets of suffixes by first token."""
     total = 0
     for token in range(len(counts)):
         out[token] = total
@@ -100,7 +101,7 @@ def _starts(counts, out):  # type: ignore[no-untyped-def]
 
 @inner
 def _ends(counts, out):  # type: ignore[no-untyped-def]
-    """Where the suffixes of each first token end."""
+    """Return the ends of the buckets of suffixes by first token."""
     total = 0
     for token in range(len(counts)):
         total += counts[token]
@@ -109,21 +110,21 @@ def _ends(counts, out):  # type: ignore[no-untyped-def]
 
 @inner
 def _prefetch_text(text, position):  # type: ignore[no-untyped-def]
-    """Prefetch the line of a position that is still to be done."""
+    """Prefetch the text at a position that is still to be handled."""
     if position > 0:
         prefetch(np.int64(text.ctypes.data) + text.itemsize * np.int64(position - 1))
 
 
 @inner
 def _prefetch_place(text, places, position):  # type: ignore[no-untyped-def]
-    """Prefetch where the suffix at a position goes; its token has been prefetched."""
+    """Prefetch the bucket of the suffix at a position, whose token has been prefetched."""
     if position >= 0:
         prefetch(np.int64(places.ctypes.data) + places.itemsize * np.int64(text[position]))
 
 
 @making_door
 def order_borders(text, sa, counts, borders):  # type: ignore[no-untyped-def]
-    """Put the borders at the beginning of zeros, sorted by the text up to the next border, and zeros after them."""
+    """Write the borders, sorted by the text up to the next border, to the beginning of an array of zeros."""
     n, m = len(text), len(borders)
     places = np.empty(len(counts), np.int32)
     _ends(counts, places)
@@ -175,7 +176,7 @@ def order_borders(text, sa, counts, borders):  # type: ignore[no-untyped-def]
 
 @making_door
 def name_borders(text, sa, borders):  # type: ignore[no-untyped-def]
-    """Write the text of the borders' names to the end, given them in order; returns how many names there are."""
+    """Given sorted borders, write the text of their names to the end; return the number of names."""
     n, m = len(text), len(borders)
     for i in range(m - 1):
         sa[m + (borders[i] >> 1)] = borders[i + 1] - borders[i] + 1
@@ -207,7 +208,7 @@ def name_borders(text, sa, borders):  # type: ignore[no-untyped-def]
 
 @door
 def borders_of_ranks(sa, borders, names):  # type: ignore[no-untyped-def]
-    """Replace what the text of names sorted to, at the beginning, by the borders that it stands for."""
+    """Replace the sorted suffixes of the text of names, at the beginning, by their borders."""
     n, m = len(sa), len(borders)
     if names == m:  # each name is a rank
         for i in range(m):
@@ -221,7 +222,7 @@ def borders_of_ranks(sa, borders, names):  # type: ignore[no-untyped-def]
 
 @making_door
 def induce(text, sa, counts, m):  # type: ignore[no-untyped-def]
-    """Make the suffix array of a text, given its borders in order at the beginning."""
+    """Induce the suffix array of a text from its sorted borders at the beginning."""
     n = len(text)
     places = np.empty(len(counts), np.int32)
     _ends(counts, places)

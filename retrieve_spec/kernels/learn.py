@@ -1,4 +1,4 @@
-"""Numba kernels that learn from the tokens that came: which levels explained them, and how probabilities turned out."""
+"""Numba kernels that learn from emitted tokens: weights of levels, and the scale of probabilities."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ from retrieve_spec.kernels.source_table import (
 from retrieve_spec.kernels.views import Record, view_f32, view_i32, view_i64, view_i64_rows
 
 USE_MEMORY = 512.0
-"""Tokens over which the use of a source is averaged."""
+"""Number of tokens over which the use of a source is averaged."""
 
 
 @inner
@@ -84,7 +84,7 @@ def _share_of(
     token: int,
     stores: int | None,
 ) -> tuple[float, float]:
-    """(share of a level that goes to ``token`` by count, 1 if the token is its most recent continuation)."""
+    """Return the share of a level that goes to ``token`` by count, and 1 if it is the most recent continuation."""
     kind = source.kind
     if kind == KIND_AUTOMATON:
         states = states_of(source.automaton)
@@ -125,9 +125,9 @@ def _share_of(
 def learn_weights(
     request: Record, adapted: NDArray[np.float64], num_levels: int, token: int, stores: int | None
 ) -> None:
-    """One step of online expectation maximisation: which level explains the token that came.
+    """Do one step of online expectation maximisation for the level that explains the emitted token.
 
-    The mass that no level took explains it with a small uniform probability, so a surprise lowers every weight.
+    The mass that no level took explains it with a small uniform probability, so surprises lower all weights.
     """
     table, cells, trust, use = sources_of(request), cells_of(request), trust_of(request), use_of(request)
     cursors, scratch = cursors_of(request), request.scratch
@@ -176,9 +176,9 @@ def learn_weights(
 
 @part
 def learn_scale(request: Record, n: int, token: int) -> None:
-    """Compare the probability of each of ``n`` candidates with what came.
+    """Update the scale by the probabilities of ``n`` candidates and the emitted token.
 
-    Nothing is learned of candidates below `min_p`, which are never drafted.
+    Candidates below `min_p`, which are never drafted, are ignored.
     """
     table, scale, scratch = sources_of(request), scale_of(request), request.scratch
     tokens, probs = view_i32(scratch + CANDIDATES, MAX_CANDIDATES), view_f32(scratch + SHARES, MAX_CANDIDATES)
@@ -202,17 +202,17 @@ def learn_scale(request: Record, n: int, token: int) -> None:
 
 @making
 def learn(request: Record, emitted: NDArray[np.int32], every: int, stores: int | None) -> None:
-    """Follow the emitted tokens with all cursors and learn at each; cursors and newest tokens end after the last.
+    """Advance all cursors by the emitted tokens, and learn at each; cursors and newest tokens end after the last.
 
     Parameters
     ----------
     request
-        Where the text stands before the tokens; its `length` is not changed.
+        The text's request before the tokens; its `length` is not changed.
     emitted
         (e,) int32.
     every
-        Stores are read at one position of so many, chosen by its number in the text, whatever came there: nothing is
-        favoured. At the others the rest learns without them.
+        Stores are read at one of so many positions, chosen by index, which avoids bias. At other positions, learning
+        leaves them out.
     """
     table, cursors, newest, trust = sources_of(request), cursors_of(request), newest_of(request), trust_of(request)
     scratch, sampled = request.scratch, request.sampled

@@ -1,8 +1,8 @@
-"""Numba kernels that ask one source: its levels at a cursor, what follows in each, and the cursor after a token.
+"""Numba kernels for a single source: its levels at a cursor, their continuations, and the cursor after a token.
 
-Every kernel tells the kinds of sources apart by the row (`kernels/source_table.py`). Indices are passed instead of
-slices, which would cost more than the work done with them. ``stores`` is None where no datastore is open, else 1: Numba
-leaves out what a None rules out, so that what reads stores is only compiled for those who have one.
+Every kernel dispatches on the kind in the source's row (`kernels/source_table.py`). Making slices instead of passing
+indices would take longer than the work itself. ``stores`` is None if no datastore is open, else 1: Numba omits branches
+that a None rules out, so that code that reads stores is compiled only for users who have some.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from retrieve_spec.kernels.source_table import (
 from retrieve_spec.kernels.views import Record, prefetch, view_f32
 
 CLOSED = -2
-"""Handle of a level that was not looked up yet."""
+"""Handle of a level that has not been looked up yet."""
 
 
 @inner
 def _first_useful(states: NDArray[np.int32], state: int, length: int) -> tuple[int, int]:
-    """The state, or the nearest one up its suffix links, that has a successor, and its match length (0: the root)."""
+    """Return the first state along the suffix links that has a successor, and its match length (0: the root)."""
     while state > 0 and states[state, automaton.TOKEN] == -1:
         state = np.int64(states[state, automaton.LINK])
         length = np.int64(states[state, automaton.LENGTH])
@@ -61,7 +61,7 @@ def _first_useful(states: NDArray[np.int32], state: int, length: int) -> tuple[i
 
 @inner
 def _long_enough(source: Record, state: int, length: int) -> tuple[int, int]:
-    """A state of an automaton and its match length, -1 when that is too short to be read."""
+    """Return a state of an automaton and its match length, -1 if that is too short."""
     return state, length if length >= source.automaton.shortest else np.int64(-1)
 
 
@@ -69,7 +69,7 @@ def _long_enough(source: Record, state: int, length: int) -> tuple[int, int]:
 def _open_stored(
     source: Record, cursors: NDArray[np.int64], c: int, hashes: NDArray[np.uint64], tail_len: int
 ) -> tuple[int, int]:
-    """`open_row` of a source that stores hold."""
+    """Do `open_row` for a source in a store."""
     if source.kind == KIND_EXACT:
         found = cursors[c, 2] >= source.exact.min_depth and cursors[c, 0] < cursors[c, 1]
         return cursors[c, 0], cursors[c, 2] if found else np.int64(-1)
@@ -90,10 +90,10 @@ def open_row(
     tail_len: int,
     stores: int | None,
 ) -> tuple[int, int]:
-    """(handle, match length) of a source's longest level; length -1 when it has none.
+    """Return (handle, match length) of a source's longest level; the length is -1 if it has none.
 
-    An n-gram table is not looked into yet (each look misses every cache): the handle is `CLOSED`, the length the
-    longest it can be, as far as a filter over small tables says.
+    An n-gram table is not searched yet, since each search misses every cache: the handle is `CLOSED`, and the length is
+    the longest possible one, according to the filter of small tables.
     """
     kind = source.kind
     if source.disabled == 1:
@@ -138,7 +138,7 @@ def _recycling_level(source: Record, hashes: NDArray[np.uint64], order: int) -> 
 
 @inner
 def _ngram_level(source: Record, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
-    """(slot, order) of the longest context of at most ``order`` tokens in an n-gram table."""
+    """Return (slot, order) of the longest context of at most ``order`` tokens in an n-gram table."""
     slots = ngram_slots(source.ngram)
     while order > 0:
         slot = ngram_find(slots, hashes[0, order - 1])
@@ -150,7 +150,7 @@ def _ngram_level(source: Record, hashes: NDArray[np.uint64], order: int) -> tupl
 
 @inner
 def look_up(source: Record, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
-    """Open the longest level of an n-gram table, of at most ``order`` tokens."""
+    """Search an n-gram table for its longest level of at most ``order`` tokens."""
     for i in range(order):  # all slots at once: they lie far apart, and one after the other each would be waited for
         prefetch(source.ngram.slots + ngram.SLOT_BYTES * ngram.home(hashes[0, i], source.ngram.num_slots))
     return _ngram_level(source, hashes, order)
@@ -160,7 +160,7 @@ def look_up(source: Record, hashes: NDArray[np.uint64], order: int) -> tuple[int
 def next_level(
     source: Record, handle: int, length: int, hashes: NDArray[np.uint64], stores: int | None
 ) -> tuple[int, int]:
-    """(handle, match length) of the level after this one."""
+    """Return (handle, match length) of the next shorter level."""
     kind = source.kind
     if kind == KIND_AUTOMATON:
         states = states_of(source.automaton)
@@ -178,9 +178,9 @@ def next_level(
 
 @inner
 def _spread(top: np.float32) -> int:
-    """What stands for the number of distinct continuations where the most probable one has this probability.
+    """Return the substitute for the number of distinct continuations, by the highest probability.
 
-    Compared in its own precision: 3/10 is not more than 0.3, with the compiler and without.
+    It is compared in its own precision, so that 3/10 is not greater than 0.3, with and without the compiler.
     """
     if top > np.float32(0.7):
         return np.int64(1 if top > np.float32(0.9) else 2)
@@ -191,7 +191,7 @@ def _spread(top: np.float32) -> int:
 
 @inner
 def evidence(source: Record, cursors: NDArray[np.int64], c: int, handle: int, stores: int | None) -> tuple[int, int]:
-    """(total count, distinct continuations) of a level; for probabilities, how peaked they are stands for distinct."""
+    """Return (total count, distinct continuations) of a level; for probabilities, `_spread` replaces the latter."""
     kind = source.kind
     if kind == KIND_AUTOMATON:
         states = states_of(source.automaton)
@@ -238,9 +238,9 @@ def read_level(
     out_p: NDArray[np.float32],
     stores: int | None,
 ) -> int:
-    """Continuations of one level and their shares of it; returns how many were written.
+    """Write a level's continuations and their shares; return how many.
 
-    Where the most probable stand first, those with a share below ``least`` are left out.
+    Levels in order of probability leave out shares below ``least``.
     """
     kind = source.kind
     if kind == KIND_AUTOMATON:
@@ -309,7 +309,7 @@ def advance_row(
     o: int,
     stores: int | None,
 ) -> None:
-    """Cursor of one source after one more token."""
+    """Advance a source's cursor by one token."""
     kind = source.kind
     if kind == KIND_AUTOMATON:
         out[o, 0], out[o, 1] = automaton.advance(

@@ -1,25 +1,25 @@
-"""Numba kernels of n-gram tables: hashed contexts of 1 … 5 tokens with their most frequent next tokens.
+"""Numba kernels of n-gram tables: hashed contexts of one to five tokens with their most frequent next tokens.
 
-A table is an open-addressing hash table. A slot is four uint32 side by side, so that a context costs one cache line:
-its fingerprint (`KEY`, 0: empty), how often it was continued (`TOTAL`), where its top continuations begin (`START`),
-and by how many different tokens it was continued with how many of them are kept (`EXTENT`, low and high half). They
-stand in ``succ_tokens[start : start + kept]`` with ``succ_counts`` beside them, most frequent first.
+A table is an open-addressing hash table. A slot is four adjacent uint32, so that a context takes one cache line: its
+fingerprint (`KEY`, 0: empty), total count (`TOTAL`), start of its top continuations (`START`), and numbers of distinct
+and of kept continuations (`EXTENT`, low and high half). These are ``succ_tokens[start : start + kept]`` with counts
+``succ_counts``, most frequent first.
 
-A context is hashed from its newest token to its oldest, so the hash of order k + 1 is one step from that of order k::
+A context is hashed from its newest to its oldest token, so the hash of order k + 1 is one step from that of order k::
 
     h = 0
     for token in reversed(text):      # newest first
         h = ngram_hash(h, token)      # h now stands for one more token
         slot = ngram_find(slots, h)
 
-A *context filter* says from one place in memory which of many small tables may hold a context: a matrix of bits, a row
-per bucket of fingerprints, a column per table. The slots of a table mark the buckets of their fingerprints: where a bit
-is 0, the table need not be searched.
+A *context filter* tells by one read which of many small tables may hold a context. It is a bit matrix with a row per
+bucket of fingerprints and a column per table. The slots of a table mark the buckets of their fingerprints; if a bit is
+0, the table need not be searched.
 
-A *gram filter* says which sequences of `GRAM` tokens occur in a segment, as a few bits of one word each. A word of 64
-bits is chosen by the upper half of a sequence's hash, `BITS` bits in it by the lower half. A sequence whose bits are
-not all set does not occur; one whose bits are may (about one in thirty that do not). So a cursor learns from one read
-per segment which segments a long match can end in, and searches only those.
+A *gram filter* tells which sequences of `GRAM` tokens may occur in a segment. It is a blocked Bloom filter: the upper
+half of a sequence's hash chooses a word of 64 bits, the lower half `BITS` bits in it. If not all of them are set, the
+sequence does not occur (about one in thirty other sequences passes). So a cursor finds with one read per segment in
+which segments a long match can end, and searches only those.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from retrieve_spec.kernels.compiled_code import door, inner, making_door
 from retrieve_spec.kernels.views import prefetch, view_u64
 
 MAX_ORDER = 5
-"""Longest context of a table, in tokens."""
+"""Longest context of a table in tokens."""
 
 GRAM = MAX_ORDER + 1
-"""Tokens of a sequence: one more than n-gram tables know."""
+"""Length of a sequence: one token more than the longest context."""
 PER_WORD = 8
-"""Sequences per word, on average."""
+"""Average number of sequences per word."""
 BITS = 4
 
 KEY, TOTAL, START, EXTENT = 0, 1, 2, 3
@@ -44,7 +44,7 @@ SLOT = 4
 """Integers per slot."""
 SLOT_BYTES = 16
 _AHEAD = 32
-"""Suffixes between asking for a line of the text, or a word of a filter, and reading it."""
+"""Prefetch distance in suffixes, for a line of the text or a word of a filter."""
 _HALF = 0xFFFF
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
@@ -84,7 +84,7 @@ def ngram_hash(h, token):  # type: ignore[no-untyped-def]
 
 @inner
 def home(h, capacity):  # type: ignore[no-untyped-def]
-    """Slot at which the search for a hash begins."""
+    """Return the slot at which the search for a hash begins."""
     return np.int64(((np.uint64(h) >> _32) * np.uint64(capacity)) >> _32)
 
 
@@ -97,8 +97,8 @@ def ngram_find(slots, h):  # type: ignore[no-untyped-def]
     slots
         (capacity, SLOT) uint32, capacity ≥ 1 with at least one slot empty.
     h
-        uint64, hash of the context. Its upper half chooses the slot, its lower half is the fingerprint, so an absent
-        context is taken for another with a chance of about 1 in 10^9 per search.
+        uint64 hash of the context. Its upper half chooses the slot, its lower half is the fingerprint, so an absent
+        context is mistaken for another with a probability of about 10^-9 per search.
     """
     capacity = len(slots)
     fingerprint = np.uint32(max(np.uint64(h) & _LOW, _ONE))
@@ -116,22 +116,22 @@ def ngram_find(slots, h):  # type: ignore[no-untyped-def]
 
 @door
 def ngram_distinct(slots, slot):  # type: ignore[no-untyped-def]
-    """By how many different tokens a context was continued, at most 65,535."""
+    """Return the number of a context's distinct continuations, at most 65,535."""
     return np.int64(slots[slot, EXTENT]) & _HALF
 
 
 @door
 def ngram_kept(slots, slot):  # type: ignore[no-untyped-def]
-    """How many continuations of a context are kept."""
+    """Return the number of a context's kept continuations."""
     return np.int64(slots[slot, EXTENT]) >> 16
 
 
 @door
 def suffix_beginnings(tokens, sa, shared, ahead):  # type: ignore[no-untyped-def]
-    """Look at the first `MAX_ORDER` + 1 tokens of every suffix.
+    """Compare the first `MAX_ORDER` + 1 tokens of consecutive suffixes.
 
-    Fills two (m,) uint8 arrays: how many each suffix shares with the one before it, and how many come before its
-    document ends. What follows then reads these in order instead of the text at random.
+    Fills two (m,) uint8 arrays: the number of tokens that each suffix shares with the previous one, and the number of
+    tokens before its document ends. Later kernels read these in order instead of the text at random.
     """
     limit = MAX_ORDER + 1
     before = np.int64(0)
@@ -153,9 +153,9 @@ def suffix_beginnings(tokens, sa, shared, ahead):  # type: ignore[no-untyped-def
 
 @inner
 def _context(shared, ahead, i, order):  # type: ignore[no-untyped-def]
-    """End of the run of suffixes from i that share `order` tokens, its continuations and how many are distinct.
+    """Return the end of the run of suffixes from i that share `order` tokens, and its total and distinct continuations.
 
-    A suffix that ends before `order` tokens is a run of its own, with no continuation.
+    A suffix with fewer than `order` tokens is a run by itself, without continuations.
     """
     if ahead[i] < order:
         return i + 1, 0, 0
@@ -177,10 +177,10 @@ def _context(shared, ahead, i, order):  # type: ignore[no-untyped-def]
 
 @door
 def count_contexts(shared, ahead, order, top, contexts, continuations):  # type: ignore[no-untyped-def]
-    """Count contexts of one order, and the continuations a table would keep for them, by how often they continue.
+    """Count the contexts of one order and the continuations a table would keep, by the contexts' total counts.
 
-    Adds to ``contexts[t]`` and ``continuations[t]`` (each (limit + 1,) int64) for contexts continued t times; the last
-    entry collects all that are continued more often.
+    Adds to ``contexts[t]`` and ``continuations[t]``, (limit + 1,) int64, for contexts with total count t; the last
+    entry also counts all larger ones.
     """
     limit = len(contexts) - 1
     i = 0
@@ -196,10 +196,10 @@ def count_contexts(shared, ahead, order, top, contexts, continuations):  # type:
 def insert_contexts(  # type: ignore[no-untyped-def]
     tokens, sa, shared, ahead, to_global, order, min_count, top, slots, owner
 ):
-    """Give every context of one order that is continued at least `min_count` times a slot.
+    """Insert every context of one order with a total count of at least `min_count`.
 
-    Fills all of the slot but ``START``, and ``owner`` with ``first suffix * (MAX_ORDER + 1) + order``. Of two contexts
-    with one fingerprint the first keeps the slot.
+    Fills all fields of a slot except ``START``, and ``owner`` with ``first suffix * (MAX_ORDER + 1) + order``. If two
+    contexts have the same fingerprint, the first keeps the slot.
     """
     i = 0
     while i < len(sa):
@@ -222,7 +222,7 @@ def insert_contexts(  # type: ignore[no-untyped-def]
 
 @inner
 def _top_continuations(tokens, sa, shared, ahead, to_global, i, order, kept, out_tokens, out_counts):  # type: ignore[no-untyped-def]
-    """Write the `kept` most frequent continuations of the context that begins at suffix i, by count, then token."""
+    """Write the `kept` most frequent continuations of the context at suffix i, by count, then token."""
     n = 0
     first = i
     end = i
@@ -250,7 +250,7 @@ def _top_continuations(tokens, sa, shared, ahead, to_global, i, order, kept, out
 def fill_continuations(  # type: ignore[no-untyped-def]
     tokens, sa, shared, ahead, to_global, owner, slots, succ_tokens, succ_counts
 ):
-    """Write the continuations of every owned slot, and where they begin; ``owner`` is -1 in empty slots."""
+    """Write the continuations and ``START`` of every used slot; ``owner`` is -1 for empty slots."""
     b = 0
     for slot in range(len(owner)):
         if owner[slot] >= 0:
@@ -264,17 +264,17 @@ def fill_continuations(  # type: ignore[no-untyped-def]
 
 @door
 def forget_document(ids, slots, succ_tokens, succ_counts):  # type: ignore[no-untyped-def]
-    """Take the contexts of one removed document out of an n-gram table's counts.
+    """Subtract the contexts of one removed document from an n-gram table's counts.
 
-    A continuation that nothing else was counted for is dropped from its slot; the slot stays, since searches for other
-    contexts pass over it.
+    A continuation with a count of 0 is dropped from its slot. The slot itself stays, since searches for other contexts
+    probe past it.
 
     Parameters
     ----------
     ids
         (n,) token ids of the document.
     slots, succ_tokens, succ_counts
-        Arrays of the table, altered in place.
+        Arrays of the table, modified in place.
     """
     for i in range(len(ids) - 1):
         h = np.uint64(0)
@@ -287,7 +287,7 @@ def forget_document(ids, slots, succ_tokens, succ_counts):  # type: ignore[no-un
 
 @inner
 def _forget(slots, slot, succ_tokens, succ_counts, token):  # type: ignore[no-untyped-def]
-    """Count one continuation of a context less."""
+    """Decrement the count of one continuation of a context."""
     if slots[slot, TOTAL] > 0:
         slots[slot, TOTAL] -= np.uint32(1)
     extent = np.int64(slots[slot, EXTENT])
@@ -315,16 +315,16 @@ def _forget(slots, slot, succ_tokens, succ_counts, token):  # type: ignore[no-un
 
 @door
 def longest_marked(address: int, buckets: int, words: int, column: int, hashes: NDArray[np.uint64], order: int) -> int:
-    """The longest context, of at most ``order`` tokens, that a table may hold; 0 for none.
+    """Return the length of the longest context of at most ``order`` tokens that a table may hold, 0 for none.
 
     Parameters
     ----------
     address, buckets, words
-        Where the marks stand, and their shape.
+        Address and shape of the filter's bits.
     column
-        Of the table.
+        Column of the table.
     hashes
-        (rows, k) uint64, row 0: of the contexts of 1, 2, … tokens.
+        (rows, k) uint64; row 0 has the hashes of the contexts of 1, 2, … tokens.
     order
         At most k.
     """
@@ -341,7 +341,7 @@ def longest_marked(address: int, buckets: int, words: int, column: int, hashes: 
 
 @inner
 def gram_bits(h):  # type: ignore[no-untyped-def]
-    """Bits of a sequence in its word."""
+    """Return the bits of a sequence in its word."""
     bits = np.uint64(0)
     for i in range(BITS):
         bits |= np.uint64(1) << ((np.uint64(h) >> np.uint64(6 * i)) & np.uint64(63))
@@ -350,7 +350,7 @@ def gram_bits(h):  # type: ignore[no-untyped-def]
 
 @inner
 def may_hold(words: NDArray[np.uint64], h: np.uint64) -> bool:
-    """Whether a sequence may occur in the text of a filter; True where the filter is not known (empty)."""
+    """Whether a sequence may occur in a filter's text; True for an empty (unknown) filter."""
     if len(words) == 0:
         return True
     bits = gram_bits(h)
@@ -359,7 +359,7 @@ def may_hold(words: NDArray[np.uint64], h: np.uint64) -> bool:
 
 @inner
 def newest_gram(window: NDArray[np.int32]) -> np.uint64:
-    """Hash of the last `GRAM` tokens of a text that has at least so many."""
+    """Return the hash of the last `GRAM` tokens of a text of at least that length."""
     h = np.uint64(0)
     for i in range(len(window) - 1, len(window) - 1 - GRAM, -1):
         h = ngram_hash(h, window[i])
@@ -368,7 +368,7 @@ def newest_gram(window: NDArray[np.int32]) -> np.uint64:
 
 @door
 def count_grams(shared: NDArray[np.uint8], ahead: NDArray[np.uint8]) -> int:
-    """Different sequences of a text, from what `ngram.suffix_beginnings` says of its suffixes."""
+    """Count the distinct sequences of a text, from the arrays of `suffix_beginnings`."""
     n = 0
     for i in range(len(shared)):
         if ahead[i] == GRAM and shared[i] < GRAM:
@@ -378,9 +378,9 @@ def count_grams(shared: NDArray[np.uint8], ahead: NDArray[np.uint8]) -> int:
 
 @making_door
 def fill_grams(tokens, to_global, words):  # type: ignore[no-untyped-def]
-    """Set the bits of every sequence of a text in (w,) uint64 words, all zero before.
+    """Set the bits of every sequence of a text in (w,) uint64 words, initially zero.
 
-    It goes through the text in its own order; words, which lie anywhere, are asked for some sequences ahead.
+    The text is read in order, and the words, which are at random places, are prefetched.
     """
     first = np.int64(words.ctypes.data)
     places, bits = np.zeros(_AHEAD, np.int64), np.zeros(_AHEAD, np.uint64)

@@ -1,11 +1,11 @@
-"""Numba kernels of the phrase memory: counts of what followed the last one or two tokens of generated texts.
+"""Numba kernels of the phrase memory: counts of tokens that followed one or two tokens in generated texts.
 
-A continuation is *known* once two requesters (requests, or keys of a server) have been given it. Until then nothing is
-kept of it but a fingerprint of context and continuation and the number of its requester: ``seen`` (slots, 2) uint64,
-sets of `WAYS` slots, newest first, the oldest of a full set forgotten.
+A continuation is *known* after two requesters (requests, or API keys of a server) were given it. Until then, only a
+fingerprint of context and continuation and the number of the requester are kept: ``seen`` (slots, 2) uint64, in sets of
+`WAYS` slots, newest first; a full set drops its oldest.
 
-What is known lies as in the recycling table (`kernels/recycling.py`), so that drafting reads both alike: ``sets``
-(capacity · 2,) uint64 with the contexts, the observations of their continuations and the request that counted last, and
+Known phrases have the layout of the recycling table (`kernels/recycling.py`), so that drafting reads both in the same
+way: ``sets`` (capacity · 2,) uint64 with contexts, numbers of observations and the last request that counted; and
 ``tokens`` and ``probs`` (capacity, k), the halves of its entries: continuations and their shares of the observations,
 most frequent first, -1 after the last. A count is its share times the observations, rounded.
 """
@@ -20,21 +20,21 @@ from retrieve_spec.kernels.recycling import SET, WAYS, claim, find, mix
 from retrieve_spec.kernels.recycling import seen as observed
 
 PHRASE_ORDERS = 2
-"""Longest context."""
+"""Longest context in tokens."""
 HALVED_AT = 1 << 12
-"""Observations of a context at which its counts are halved."""
+"""Number of a context's observations at which its counts are halved."""
 FADE_EVERY = 1024
-"""Requests after which all counts are halved, so that what is not said again is forgotten."""
+"""Number of requests after which all counts are halved, so that unused phrases are forgotten."""
 BOUNDARY = -1
-"""In place of a token id: no context reaches back over this point."""
+"""Boundary in place of a token id, which no context spans."""
 _HALF = np.uint64(32)
 _CONTINUATION = 1 << 30
-"""Added to a continuation when it is hashed, which tells it from one more token of context."""
+"""Added to a hashed continuation to distinguish it from another token of context."""
 
 
 @inner
 def said_by_two(seen: NDArray[np.uint64], phrase: np.uint64, requester: np.uint64) -> bool:
-    """Whether somebody else was given a phrase too; otherwise it is remembered that this requester was."""
+    """Whether another requester was given a phrase, too; otherwise remember this requester."""
     sets = len(seen) // WAYS
     base = np.int64((phrase >> np.uint64(20)) & np.uint64(sets - 1)) * WAYS
     for way in range(WAYS):
@@ -56,7 +56,7 @@ def _counts(sets: NDArray[np.uint64], probs: NDArray[np.float32], e: int, out: N
 def _write(
     sets: NDArray[np.uint64], tokens: NDArray[np.int32], probs: NDArray[np.float32], e: int, counts: NDArray[np.int64]
 ) -> None:
-    """Put counts, highest first, in the place of an entry's; continuations without any are dropped."""
+    """Write an entry's new counts, highest first; continuations with a count of 0 are dropped."""
     total = np.int64(0)
     for count in counts:
         total += count
@@ -76,7 +76,7 @@ def halve(
     e: int,
     counts: NDArray[np.int64],
 ) -> None:
-    """Halve the counts of an entry, rounded down; ``counts`` (k,) is scratch."""
+    """Halve the counts of an entry, rounding down; ``counts`` (k,) is scratch."""
     _counts(sets, probs, e, counts)
     for i in range(len(counts)):
         counts[i] >>= 1
@@ -85,7 +85,7 @@ def halve(
 
 @making
 def fade(sets: NDArray[np.uint64], tokens: NDArray[np.int32], probs: NDArray[np.float32]) -> None:
-    """Halve all counts, and free the contexts that nothing is left of."""
+    """Halve all counts, and free contexts without continuations."""
     counts = np.empty(tokens.shape[1], np.int64)
     for e in range(len(tokens)):
         key = (e // WAYS) * SET + e % WAYS
@@ -97,7 +97,7 @@ def fade(sets: NDArray[np.uint64], tokens: NDArray[np.int32], probs: NDArray[np.
 
 @inner
 def _place_of(tokens: NDArray[np.int32], e: int, token: int) -> int:
-    """Where a continuation stands in an entry, -1 when it does not."""
+    """Return the index of a continuation in an entry, or -1."""
     for i in range(tokens.shape[1]):
         if tokens[e, i] == token:
             return i
@@ -114,7 +114,7 @@ def _count(
     times: int,
     counts: NDArray[np.int64],
 ) -> None:
-    """Count a continuation of an entry; a new one takes the place of the rarest, if that is not more frequent."""
+    """Count a continuation of an entry; a new one replaces the rarest, unless that is more frequent."""
     _counts(sets, probs, e, counts)
     at = _place_of(tokens, e, token)
     if at < 0:
@@ -144,14 +144,14 @@ def learn(
     requester: np.uint64,
     clock: int,
 ) -> None:
-    """Count the phrases of a text that was generated for a requester.
+    """Count the phrases of a text generated for a requester.
 
     Parameters
     ----------
     text
         (n,) int32; a negative id is a boundary.
     clock
-        Requests counted so far, this one included; all counts fade now and then.
+        Number of counted requests, including this one; all counts are halved at intervals.
     """
     counts = np.empty(tokens.shape[1], np.int64)
     for i in range(1, len(text)):

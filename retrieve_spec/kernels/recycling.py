@@ -1,12 +1,13 @@
-"""Numba kernels of the recycling table: contexts of the last 1–3 tokens to the target's top tokens, averaged.
+"""Numba kernels of the recycling table: the target's averaged top tokens after contexts of one to three tokens.
 
-Set-associative cache of ``capacity`` = sets · WAYS entries. Between two passes of a model nothing of it is in a cache,
-so what is read together lies together: a look-up touches one line of ``sets`` and, at k = 8, one of ``entries``.
+It is a set-associative cache of ``capacity`` = sets · WAYS entries. A pass of the model evicts it from the processor's
+caches, so data that is read together is stored together: a look-up reads one line of ``sets`` and, for k = 8, one of
+``entries``.
 
-``sets`` (capacity · 2,) uint64, `SET` words per set: the keys of its entries (0: free), then one word for each with how
-often it was observed (low half) and when last (high half). ``entries`` (capacity, 2k) int32: the tokens (-1 after the
-last), most probable first, then the bits of their float32 probabilities; `MOST` words can be read after the last
-entry. Memory is bounded by construction: a full set forgets its least observed entry.
+``sets`` (capacity · 2,) uint64, `SET` words per set: the keys of its entries (0: free), then a word for each with its
+number of observations (low half) and the time of the last (high half). ``entries`` (capacity, 2k) int32: tokens, most
+probable first (-1 after the last), then the bits of their float32 probabilities; `MOST` words can be read after the
+last entry. Memory is bounded by construction: a full set drops its least observed entry.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ SET = 2 * WAYS
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _TOGETHER = 64
-"""Rows that are learned together: their sets and entries fit into the nearest cache."""
+"""Number of rows learned together, whose sets and entries fit into the first-level cache."""
 MOST = 8
-"""Tokens of an entry at most: as many as are compared at once."""
+"""Most tokens of an entry: as many as are compared at once."""
 _MIXED = (3 * MOST + 2) // 2
 MEMORY = 1 + _MIXED + 3 * _TOGETHER * ORDERS
-"""Words that `learn_rows` counts in and scribbles on: one, those of an entry that is averaged, those of rows."""
+"""Words of `learn_rows`' memory: a counter, an entry that is averaged, and rows."""
 
 
 @door
 def mix(h: np.uint64, token: int) -> np.uint64:
-    """Hash of a context extended by the next older token."""
+    """Extend a context's hash by the next older token."""
     h = (h ^ np.uint64(token + 1)) * np.uint64(0x9E3779B97F4A7C15)
     h ^= h >> np.uint64(31)
     return h * np.uint64(0xD6E8FEB86659FD93) | np.uint64(1)
@@ -54,9 +55,9 @@ def context_keys(tokens: NDArray[np.int32], places: NDArray[np.int64], keys: NDA
     Parameters
     ----------
     tokens, places
-        (n,) int32 texts, one after another, and (n,) int64 how many tokens of its text come before each.
+        (n,) int32 tokens of concatenated texts, and (n,) int64 indices of the tokens in their texts.
     keys
-        (ORDERS, n) uint64, the result; 0 where a text has fewer tokens.
+        (ORDERS, n) uint64 output; 0 where a text has fewer tokens.
     """
     for i in range(len(tokens)):
         h = np.uint64(0)
@@ -70,13 +71,13 @@ def context_keys(tokens: NDArray[np.int32], places: NDArray[np.int64], keys: NDA
 
 @inner
 def home(sets: NDArray[np.uint64], key: np.uint64) -> int:
-    """The set in which a context is kept."""
+    """Return the set of a context."""
     return np.int64((key >> np.uint64(20)) & np.uint64(len(sets) // SET - 1))
 
 
 @door
 def find(sets: NDArray[np.uint64], key: np.uint64) -> int:
-    """Entry of a context, or -1."""
+    """Return the entry of a context, or -1."""
     s = home(sets, key)
     for way in range(WAYS):
         if sets[s * SET + way] == key:
@@ -86,7 +87,7 @@ def find(sets: NDArray[np.uint64], key: np.uint64) -> int:
 
 @inner
 def ask_for(sets: NDArray[np.uint64], tails: NDArray[np.int32], row: int) -> None:
-    """Ask memory for the sets of the contexts in a row of tails."""
+    """Prefetch the sets of the contexts in a row of tails."""
     h = np.uint64(0)
     for order in range(ORDERS):
         h = mix(h, tails[row, order])
@@ -95,13 +96,13 @@ def ask_for(sets: NDArray[np.uint64], tails: NDArray[np.int32], row: int) -> Non
 
 @inner
 def seen(sets: NDArray[np.uint64], entry: int) -> int:
-    """How often the context of an entry was observed."""
+    """Return how often an entry was observed."""
     return np.int64(sets[(entry // WAYS) * SET + WAYS + entry % WAYS] & _LOW)
 
 
 @inner
 def claim(sets: NDArray[np.uint64], key: np.uint64) -> int:
-    """Entry of a context; a new one replaces the set's least observed, then least recently used entry."""
+    """Return the entry of a context; a new context replaces the set's least observed, then least recent entry."""
     first = home(sets, key) * SET
     victim = 0
     for way in range(WAYS):
@@ -121,7 +122,7 @@ def claim(sets: NDArray[np.uint64], key: np.uint64) -> int:
 
 @inner
 def _put(ids: NDArray[np.int32], p: NDArray[np.float32], n: int, k: int, token: int, chance: float) -> int:
-    """Insert a token into at most k, the most probable first, of equals the lower id; returns how many there are."""
+    """Insert a token into a list of at most k, by probability, then lower id; return the new length."""
     if chance <= 0 or (n == k and (p[k - 1] > chance or (p[k - 1] == chance and ids[k - 1] < token))):
         return n
     at = n if n < k else k - 1
@@ -146,9 +147,9 @@ def _average(
     scratch_ids: NDArray[np.int32],
     scratch_p: NDArray[np.float32],
 ) -> None:
-    """Move the entry's probabilities towards the new ones by 1 / (times + 1), at least 1/4; keep the k largest.
+    """Move an entry's probabilities towards new ones by 1 / (times + 1), at least 1/4; keep the k largest.
 
-    Where new ones are ``falling``, each less than the one before and more than 0, those of a new entry are in order.
+    If the new ones are ``falling`` (strictly decreasing and positive), a new entry needs no sorting.
     """
     k, width = len(tokens), len(new_p)
     if times == 0 and falling:
@@ -183,7 +184,7 @@ def _average(
 
 @part
 def softmax(logits: NDArray[np.float32], row: int, out: NDArray[np.float32]) -> None:
-    """Probabilities among the top tokens of a row alone (the tail is left out; calibration accounts for it)."""
+    """Return the softmax over a row's top tokens only; calibration accounts for the missing tail."""
     top = np.float64(logits[row, 0])
     total = 0.0
     for i in range(len(out)):
@@ -203,18 +204,18 @@ def learn_rows(
     logits: NDArray[np.float32],
     memory: NDArray[np.int64],
 ) -> None:
-    """Remember the target's top tokens after the contexts of all visited nodes.
+    """Store the target's top tokens after the contexts of all verified nodes.
 
-    Every step is done for many rows before the next one, so that memory is asked for long before it is needed.
+    Every step is done for many rows before the next step, so that memory is prefetched early.
 
     Parameters
     ----------
     tails, tail_lens
-        (m, ≥ 3) int32 newest tokens of each context, newest first, and (m,) how many are valid.
+        (m, ≥ 3) int32 newest tokens of each context, newest first, and (m,) their valid numbers.
     ids, logits
-        (m, ≥ 1) int32 top tokens, most probable first, and float32 raw logits; k are kept.
+        (m, ≥ 1) int32 top tokens, most probable first, and float32 raw logits; k are stored.
     memory
-        (MEMORY,) int64, how often this was called, and scratch.
+        (MEMORY,) int64: number of calls, then scratch.
     """
     memory[0] += 1
     k = entries.shape[1] // 2

@@ -1,12 +1,12 @@
-"""Request: where one text stands in all sources, as a record, and Numba kernels that read and update it.
+"""Request: a record with one text's cursors and state in all sources, and Numba kernels that read and update it.
 
-The record holds sizes, places, counters and the addresses of the request's arrays, which
-`drafting/request_state.py` keeps. One record instead of twenty arrays, because every array that is handed from Python
-to a kernel costs a fraction of a microsecond, and between two passes of a model, when no cache holds anything, several.
+The record holds sizes, positions, counters and the addresses of the request's arrays, which
+`drafting/request_state.py` keeps. It replaces twenty arguments: passing an array from Python to a kernel takes a
+fraction of a microsecond, and several after a pass of the model, when all caches are cold.
 
-Where the text stands in the segments of stores is found as follows. A match that goes on is narrowed. Where there was
-none, or it fell off, a match must end with the newest tokens: the gram filters of all segments say, for one read each,
-which of them can hold that, and only those are searched.
+Cursors in the segments of stores are moved as follows. A match that continues is narrowed. Without a match, a new one
+must end with the newest tokens: the gram filters of all segments tell, with one read each, which segments may contain
+these tokens, and only those are searched.
 """
 
 from __future__ import annotations
@@ -99,72 +99,72 @@ REQUEST = np.dtype(
 request_at = record_at(REQUEST)
 """The `REQUEST` at an address."""
 MATCH = 64
-"""Longest match with a store that is kept when the text leaves it."""
+"""Longest match kept after the text has left a store."""
 LOOKBACK = 32
-"""Longest match used to find the place again."""
+"""Longest match used to find a place in an expected text again."""
 HYPOTHESES = 3
-"""Places in an expected text that are followed at once: found again, one token replaced, tokens inserted."""
+"""Places in an expected text that are followed together: found again, one token replaced, tokens inserted."""
 _DISABLED_BELOW, _ENABLED_FROM = 0.002, 0.004
-"""Shares of the emitted tokens that a source explained, below which it is disabled and from which it is enabled."""
+"""Share of the emitted tokens explained by a source below which it is disabled, and from which it is enabled."""
 _STORE_DISABLED_BELOW, OF_USE = 0.01, 0.02
-"""The same for stores, which are read from memory that no cache holds; the latter is every source's share at first."""
+"""The same for stores, which miss every cache; the latter is also every source's initial share."""
 _LOOK_IN = 8
-"""Disabled stores are learned about in one of so many steps."""
+"""Interval in steps at which learning reads disabled stores."""
 FIRST_TOKENS, LATER_EVERY = 2000, 4
-"""Learning reads stores at all of the first tokens, then at one of so many."""
+"""Number of first tokens at which learning reads stores, and interval after that."""
 
 
 @making
 def sources_of(request: Record) -> NDArray[Any]:
-    """(s,) `SOURCE`, all sources."""
+    """Return all sources, (s,) `SOURCE`."""
     return sources_at(request.table, request.num_sources)
 
 
 @making
 def cells_of(request: Record) -> NDArray[np.float32]:
-    """(CELLS, 4) float32, how often levels explained tokens (`retrieve_spec.drafting.calibration.Calibration`)."""
+    """Return the cells, (CELLS, 4) float32, of `retrieve_spec.drafting.calibration.Calibration`."""
     return view_f32_rows(request.cells, CELLS, 4)
 
 
 @making
 def scale_of(request: Record) -> NDArray[np.float32]:
-    """(2 · NUM_SOURCES, SCALE_BINS + 1, 2) float32, corrections as for `calibration.scaled`."""
+    """Return the corrections, (2 · NUM_SOURCES, SCALE_BINS + 1, 2) float32, for `calibration.scaled`."""
     return view_f32_cube(request.scale, 2 * NUM_SOURCES, SCALE_BINS + 1, 2)
 
 
 @making
 def trust_of(request: Record) -> NDArray[np.float64]:
-    """(NUM_SOURCES, 1 + LENGTH_CLASSES, 2) float64 trust of a request (`calibration.begin_request`)."""
+    """Return the request's trust, (NUM_SOURCES, 1 + LENGTH_CLASSES, 2) float64 (`calibration.begin_request`)."""
     return view_f64_cube(request.trust, NUM_SOURCES, 1 + LENGTH_CLASSES, 2)
 
 
 @making
 def drafts_of(request: Record, sampled: int) -> NDArray[np.float64]:
-    """(2,) float64 counts of drafts (`kernels/calibration.py`), greedy (0) or with known noise (1)."""
+    """Return the counts of drafts, (2,) float64 (`kernels/calibration.py`), greedy (0) or with known noise (1)."""
     return view_f64(request.drafts + 16 * sampled, 2)
 
 
 @making
 def cursors_of(request: Record) -> NDArray[np.int64]:
-    """(s, CURSOR) int64, where the text stands in every source."""
+    """Return the text's cursors in every source, (s, CURSOR) int64."""
     return view_i64_rows(request.cursors, request.num_sources, CURSOR)
 
 
 @making
 def newest_of(request: Record) -> NDArray[np.int32]:
-    """(1, TAIL) int32 newest tokens, newest first."""
+    """Return the newest tokens, (1, TAIL) int32, newest first."""
     return view_rows(request.newest, 1, TAIL)
 
 
 @making
 def use_of(request: Record) -> NDArray[np.float64]:
-    """(s,) float64, share of the tokens that each source explained."""
+    """Return the share of tokens that each source explained, (s,) float64."""
     return view_f64(request.use, request.num_sources)
 
 
 @inner
 def catch_up(request: Record) -> None:
-    """Take over cursors that the text alone decides: those of the text, the best alignment and an expected text."""
+    """Update the cursors that depend on the text alone: of its automaton, the best alignment and an expected text."""
     table, cursors, newest = sources_of(request), cursors_of(request), newest_of(request)
     c = request.text_source
     text, listing = table[c].automaton, table[c + 1].unigram
@@ -184,19 +184,19 @@ def catch_up(request: Record) -> None:
 
 @making
 def expected_cursors(source: Record) -> NDArray[np.int64]:
-    """(HYPOTHESES, CURSOR) int64, where the text stands in an expected text."""
+    """Return the cursors in an expected text, (HYPOTHESES, CURSOR) int64."""
     return view_i64_rows(source.prediction.cursors, HYPOTHESES, CURSOR)
 
 
 @inner
 def is_store(source: Record) -> bool:
-    """Whether a source is read from memory that no cache holds."""
+    """Whether a source is part of a store."""
     return bool(source.kind == KIND_NGRAM or source.kind == KIND_EXACT)
 
 
 @part
 def enable_sources(request: Record) -> None:
-    """Let learning see every source, but disabled stores only now and then: looking into them is what costs."""
+    """Let learning read every source, but disabled stores only at intervals, since reading them is expensive."""
     request.steps += 1
     if request.any_disabled == 0:
         return
@@ -208,9 +208,9 @@ def enable_sources(request: Record) -> None:
 
 @part
 def disable_sources(request: Record) -> None:
-    """Disable sources that have explained next to nothing lately; learning still sees them, and enables them again.
+    """Disable sources that have explained almost nothing lately; learning reads them, and may enable them again.
 
-    While none is disabled, looking now and then is enough.
+    While none is disabled, checking at intervals is enough.
     """
     if request.any_disabled == 0 and request.steps % _LOOK_IN != 0:
         return
@@ -232,19 +232,19 @@ def disable_sources(request: Record) -> None:
 def follow_all(
     table: NDArray[Any], first: int, cursors: NDArray[np.int64], window: NDArray[np.int32], fresh: int
 ) -> None:
-    """Follow the newest tokens of the text with the longest-match cursors of stores.
+    """Move the stores' longest-match cursors over the newest tokens of the text.
 
     Parameters
     ----------
     table, first
-        Sources, and the place of the first suffix array; the others follow it.
+        Sources, and the index of the first suffix array, which the others follow.
     cursors
-        (m, CURSOR) int64, one row for each: (lo, hi, depth) before the fresh tokens, modified in place; depth 0 for
-        none.
+        (m, CURSOR) int64, a row for each: (lo, hi, depth) before the fresh tokens, modified in place; depth 0 for no
+        match.
     window
-        (w,) int32 newest tokens of the text, oldest first, the fresh ones included.
+        (w,) int32 newest tokens of the text, oldest first, including fresh ones.
     fresh
-        How many of them are new.
+        Number of fresh tokens.
     """
     known = len(window) >= GRAM
     gram = newest_gram(window) if known else np.uint64(0)
@@ -266,7 +266,7 @@ def _follow(
     known: bool,
     gram: np.uint64,
 ) -> None:
-    """`follow_all` for one cursor; ``gram`` is the hash of the newest tokens, if ``known``."""
+    """Do `follow_all` for one cursor; ``gram`` is the hash of the newest tokens, if ``known``."""
     lo, hi, depth = cursors[c, 0], cursors[c, 1], cursors[c, 2]
     least = segment.min_depth
     n = len(window)
@@ -290,7 +290,7 @@ def _follow(
 
 @part
 def _search(segment: Record, recent: NDArray[np.int32], least: int) -> tuple[int, int, int]:
-    """(lo, hi, depth) of the longest suffix of at least ``least`` tokens of a text that a segment holds."""
+    """Return (lo, hi, depth) of the longest suffix of a text, of at least ``least`` tokens, in a segment."""
     local = np.empty(len(recent), np.int64)
     to_local = to_local_of(segment)
     for i in range(len(recent)):
@@ -309,12 +309,12 @@ def _search(segment: Record, recent: NDArray[np.int32], least: int) -> tuple[int
 def follow_stores(
     request: Record, tokens: NDArray[np.int32], roots: NDArray[np.int64], stores: int | None
 ) -> NDArray[np.int32]:
-    """Move the stores' longest-match cursors over tokens (e,) from where they were before them, ``roots``.
+    """Move the stores' longest-match cursors over tokens (e,), from ``roots``.
 
     Returns
     -------
     (≤ MATCH + e,) int32
-        The newest tokens of the text, oldest first, these included.
+        The newest tokens of the text, oldest first, including these.
     """
     kept, fresh = request.num_recent, len(tokens)
     recent = view_i32(request.recent, MATCH)
@@ -338,16 +338,16 @@ def follow_stores(
 
 @making
 def stored_cursors(request: Record) -> NDArray[np.int64]:
-    """(stores, CURSOR) int64 copy of the stores' cursors."""
+    """Return a copy of the stores' cursors, (stores, CURSOR) int64."""
     first = request.first_exact
     return cursors_of(request)[first : first + request.num_exact].copy()
 
 
 @inner
 def grow_context(request: Record, tokens: NDArray[np.int32], said: int) -> int:
-    """Append tokens, generated (1) or not (0), to what is known of the text: automaton, frequent tokens, alignments.
+    """Append tokens, generated (1) or not (0), to the text's automaton, frequent tokens and alignments.
 
-    Returns for how many there was room in the automaton.
+    Returns how many tokens the automaton had room for.
     """
     table, c = sources_of(request), request.text_source
     unigram.extend(table[c + 1].unigram, tokens, said)
@@ -359,21 +359,21 @@ def grow_context(request: Record, tokens: NDArray[np.int32], said: int) -> int:
 
 @making_door
 def read(address: int, tokens: NDArray[np.int32], looked_at: int, stores: int | None) -> int:
-    """Take text (n,) that was not generated into the text so far.
+    """Append text (n,) that was not generated.
 
     Parameters
     ----------
     address
         Of the request.
     looked_at
-        How much of its end is followed in the session.
+        Number of last tokens that are followed in the session.
     stores
         As in `kernels/levels.py`.
 
     Returns
     -------
     int
-        How many tokens there was room for in the text's automaton.
+        How many tokens the text's automaton had room for.
     """
     n = len(tokens)
     request = request_at(address)
@@ -398,7 +398,7 @@ def read(address: int, tokens: NDArray[np.int32], looked_at: int, stores: int | 
 
 @inner
 def push(newest: NDArray[np.int32], token: int) -> None:
-    """Put a token in front of the newest ones."""
+    """Prepend a token to the newest ones."""
     for j in range(TAIL - 1, 0, -1):
         newest[0, j] = newest[0, j - 1]
     newest[0, 0] = token
@@ -406,7 +406,7 @@ def push(newest: NDArray[np.int32], token: int) -> None:
 
 @inner
 def anchor(text: NDArray[np.int32], recent: NDArray[np.int32], near: int) -> tuple[int, int]:
-    """Where in ``text`` the output stands now.
+    """Find the output's place in an expected text.
 
     Parameters
     ----------
@@ -415,12 +415,12 @@ def anchor(text: NDArray[np.int32], recent: NDArray[np.int32], near: int) -> tup
     recent
         (m,) int32 newest emitted tokens, oldest first.
     near
-        Position expected if the output went on in parallel; ties in match length go to the nearest place.
+        Position if the output had continued in parallel; of equally long matches, the nearest place is chosen.
 
     Returns
     -------
     position, matched
-        Next expected token's index and how many of the newest tokens precede it there; (0, 0) when none does.
+        Index of the next expected token, and number of newest tokens that precede it there; (0, 0) if none does.
     """
     best, best_len = 0, 0
     m = len(recent)
@@ -448,7 +448,7 @@ def follow_expected(
     Parameters
     ----------
     recent
-        (m,) int32 newest tokens of the text so far, the emitted ones included, oldest first.
+        (m,) int32 newest tokens of the text, including emitted ones, oldest first.
     """
     for token in emitted:
         hit = -1

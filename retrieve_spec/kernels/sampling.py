@@ -1,4 +1,4 @@
-"""Numba kernels of the sampler: one token drawn from a processed row of logits (Gumbel-max with counted noise)."""
+"""Numba kernels of the sampler: draw a token from a processed row of logits (Gumbel-max, counter-based noise)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def gumbel_argmax(
 
 @door
 def _least_bits(gap: float) -> np.uint64:
-    """What the noise of a token must be at least (53 bits of it) to win from ``gap`` below the best score so far.
+    """Return the smallest noise (53 bits) with which a token can win from ``gap`` below the best score so far.
 
     It wins when its uniform number is above exp(-exp(-gap)) >= 1 - exp(-gap).
     """
@@ -71,9 +71,9 @@ def _least_bits(gap: float) -> np.uint64:
 def gumbel_argmax_row(logits: NDArray[np.float32], temperature: float, seed: int, row: int, position: int) -> int:
     """Draw an index of `logits` (v,) with probability softmax(logits / temperature).
 
-    -inf and NaN are never drawn, but for index 0 where there is nothing else.
+    -inf and NaN are never drawn, except for index 0 if there is nothing else.
 
-    Beside the most probable token most others cannot win with the noise they have: they cost a hash and no logarithm.
+    Most tokens cannot win against the most probable one with their noise; they take a hash, but no logarithm.
     """
     key = noise_key(seed, row, position)
     heat = np.float32(temperature)
@@ -109,7 +109,7 @@ def gumbel_argmax_row(logits: NDArray[np.float32], temperature: float, seed: int
 
 @door
 def draw_row(logits: NDArray[np.float32], temperature: float, seed: int, row: int, position: int) -> int:
-    """`gumbel_argmax_row`, or -1 where logits are no distribution: one is NaN or infinite, or all are -inf."""
+    """Do `gumbel_argmax_row`; return -1 if the logits are no distribution: a NaN, an infinity, or all -inf."""
     undrawable = False
     for i in range(logits.shape[0]):  # without a branch: several at a time
         undrawable |= not logits[i] < np.inf
@@ -123,7 +123,7 @@ def draw_row(logits: NDArray[np.float32], temperature: float, seed: int, row: in
 def _nucleus(
     row: NDArray[np.float32], heat: np.float32, top_p: float, ids: NDArray[np.int32], total: float, top: float
 ) -> int:
-    """Write to `ids` the fewest most probable tokens of the whole `row` that reach `top_p`; return how many."""
+    """Write the smallest set of most probable tokens of `row` that reaches `top_p` to `ids`; return how many."""
     v = int(row.shape[0])
     k = min(64, v)
     maxima = block_maxima(row).reshape(1, v // BLOCK)
@@ -164,8 +164,8 @@ def truncate_row(
 ) -> int:
     """Apply temperature, top-k, top-p and min-p in that order to `row` (v,).
 
-    Writes the tokens that stay to `ids` and their scaled logits to `scores`, both of length >= v, and returns how
-    many stay. `top_k` 0, `top_p` 1 and `min_p` 0 switch a rule off; ties at the k-th place all stay.
+    Writes the remaining tokens to `ids` and their scaled logits to `scores`, both of length >= v, and returns how many
+    remain. `top_k` 0, `top_p` 1 and `min_p` 0 disable a rule; ties at the k-th place all remain.
     """
     v = int(row.shape[0])
     heat = np.float32(temperature)

@@ -1,8 +1,8 @@
-"""Source table: each source as a record, and Numba kernels that read the arrays it refers to.
+"""Source table: a record per source, and Numba kernels that read the source's arrays.
 
-Source table: one record (`SOURCE`) per source, its kind, its number (index into `retrieve_spec.sources.SOURCE_NAMES`),
-and addresses and sizes of the arrays that a source of this kind keeps (`sources/rows.py` holds them together). Cursors:
-(rows, `CURSOR`) int64 per node; what their columns mean depends on the kind:
+A record (`SOURCE`) has the source's kind, its number (index into `retrieve_spec.sources.SOURCE_NAMES`), and addresses
+and sizes of its arrays (`sources/rows.py` keeps both together). Cursors are (rows, `CURSOR`) int64 per node, whose
+columns depend on the kind:
 
 ==========  ==================================================================================================
 kind        cursor
@@ -47,7 +47,7 @@ from retrieve_spec.kernels.views import (
 
 KIND_AUTOMATON, KIND_RECYCLING, KIND_PREDICTION, KIND_NGRAM, KIND_EXACT = 0, 1, 2, 3, 4
 KIND_DENSE, KIND_UNIGRAM, KIND_PHRASES, KIND_ALIGNMENT, KIND_BIGRAMS, KIND_DISTILLED = 5, 6, 7, 8, 9, 10
-"""How a source is read."""
+"""Kinds of sources."""
 
 
 def _fields(names: str) -> np.dtype[Any]:
@@ -84,123 +84,123 @@ SOURCE = np.dtype(
     ],
     align=True,
 )
-"""Record of a source: its kind, its number, 1 while it is disabled (it has explained next to nothing lately), and what
-its kind keeps: addresses of arrays and numbers. Phrases, bigrams and distilled tables are kept as `recycling`;
-`exact.segment` numbers segments over all open stores. No field is named like an attribute of NumPy's scalars, such as
-`size`, which would be found in its place without the compiler."""
+"""Record of a source: kind, number, 1 while it is disabled because it explained almost nothing lately, then addresses
+and numbers by kind. Phrases, bigrams and distilled tables use `recycling`; `exact.segment` counts segments over all
+open stores. No field has the name of a NumPy scalar's attribute, such as `size`, which would hide it without the
+compiler."""
 sources_at = records_at(SOURCE)
-"""(size,) `SOURCE` at an address."""
+"""View of (size,) `SOURCE` at an address."""
 CURSOR = 4
 """Integers per cursor."""
 TAIL = 8
-"""How many of the newest tokens every node knows."""
+"""Number of newest tokens kept for every node."""
 ORIGIN_BITS = 40
-"""An origin is ``segment << ORIGIN_BITS | token position``, segments counted over all open stores in order."""
+"""An origin is ``segment << ORIGIN_BITS | token position``; segments are counted over all open stores."""
 READ_LIMIT = 32
-"""Continuations read per level, most recent or most frequent first."""
+"""Most continuations read per level, most recent or most frequent first."""
 
 
 @making_door
 def states_of(automaton: Record) -> NDArray[np.int32]:
-    """(n, 5) state rows of an automaton."""
+    """Return the state rows of an automaton, (n, 5)."""
     return view_rows(automaton.states, automaton.num_states, 5)
 
 
 @making
 def edges_of(automaton: Record) -> NDArray[np.int32]:
-    """(n, 6) edge rows of an automaton."""
+    """Return the edge rows of an automaton, (n, 6)."""
     return view_rows(automaton.edges, automaton.num_edges, 6)
 
 
 @making
 def slots_of(automaton: Record) -> NDArray[np.int32]:
-    """(n,) edge hash table of an automaton."""
+    """Return the edge hash table of an automaton, (n,)."""
     return view_i32(automaton.slots, automaton.num_slots)
 
 
 @making
 def meta_of(automaton: Record) -> NDArray[np.int64]:
-    """(META,) sizes and newest states of an automaton."""
+    """Return sizes and newest states of an automaton, (META,)."""
     return view_i64(automaton.meta, META)
 
 
 @making
 def recycling_sets(recycling: Record) -> NDArray[np.uint64]:
-    """(capacity · 2,) sets of a recycling table: which contexts it knows, and how well."""
+    """Return the sets of a recycling table, (capacity · 2,)."""
     return view_u64(recycling.sets, recycling.capacity * 2)
 
 
 @making
 def recycling_tokens(recycling: Record, entry: int) -> NDArray[np.int32]:
-    """(k,) top tokens of an entry of a recycling table, -1 after the last one."""
+    """Return the top tokens of an entry of a recycling table, (k,), -1 after the last one."""
     k = recycling.k
     return view_i32(recycling.entries + 8 * k * entry, k)
 
 
 @making
 def recycling_probs(recycling: Record, entry: int) -> NDArray[np.float32]:
-    """(k,) their averaged probabilities."""
+    """Return the averaged probabilities of an entry of a recycling table, (k,)."""
     k = recycling.k
     return view_f32(recycling.entries + 8 * k * entry + 4 * k, k)
 
 
 @making
 def expected_text(prediction: Record) -> NDArray[np.int32]:
-    """(n,) tokens of a prediction."""
+    """Return the tokens of a prediction, (n,)."""
     return view_i32(prediction.text, prediction.length)
 
 
 @making
 def ngram_slots(ngram: Record) -> NDArray[np.uint32]:
-    """(n, 4) slots of an n-gram table."""
+    """Return the slots of an n-gram table, (n, 4)."""
     return view_u32_rows(ngram.slots, ngram.num_slots, 4)
 
 
 @making
 def ngram_counts(ngram: Record) -> NDArray[np.uint32]:
-    """(m,) counts of an n-gram table's continuations."""
+    """Return the counts of an n-gram table's continuations, (m,)."""
     return view_u32(ngram.counts, ngram.num_successors)
 
 
 @making
 def text_u16(exact: Record) -> NDArray[np.uint16]:
-    """(n,) text of a segment with at most 2^16 ids (`EXACT_ITEMSIZE` 2)."""
+    """Return the text of a segment with at most 2^16 ids (`EXACT_ITEMSIZE` 2), (n,)."""
     return view_u16(exact.tokens, exact.length)
 
 
 @making
 def text_u32(exact: Record) -> NDArray[np.uint32]:
-    """(n,) text of a segment with more."""
+    """Return the text of a segment with more ids, (n,)."""
     return view_u32(exact.tokens, exact.length)
 
 
 @making
 def suffixes_of(exact: Record) -> NDArray[np.uint32]:
-    """(n,) suffix array of a segment."""
+    """Return the suffix array of a segment, (n,)."""
     return view_u32(exact.suffixes, exact.num_suffixes)
 
 
 @making
 def to_local_of(exact: Record) -> NDArray[np.int32]:
-    """(vocabulary,) ids in a segment of the model's token ids, 0 for those it does not hold."""
+    """Return a segment's local ids of the model's token ids, (vocabulary,), 0 for those it does not contain."""
     return view_i32(exact.to_local, exact.vocabulary)
 
 
 @making
 def spans_of(dense: Record) -> NDArray[np.int32]:
-    """(k, w) rows of a trie of retrieved spans."""
+    """Return the rows of a trie of retrieved spans, (k, w)."""
     return view_rows(dense.spans, dense.num_spans, dense.width)
 
 
 @making
 def span_weights(dense: Record) -> NDArray[np.float32]:
-    """(k,) weights of the spans."""
+    """Return the weights of the spans, (k,)."""
     return view_f32(dense.weights, dense.num_spans)
 
 
 @inner
 def ngram_part(ngram: Record, slot: int) -> tuple[int, int]:
-    """Where the continuations of an n-gram begin and end; inside the arrays also where a damaged store says else."""
+    """Return start and end of an n-gram's continuations, limited to the arrays even if a store is damaged."""
     slots = ngram_slots(ngram)
     first = np.int64(slots[slot, START])
     return first, min(first + ngram_kept(slots, slot), ngram.num_successors)
@@ -208,7 +208,7 @@ def ngram_part(ngram: Record, slot: int) -> tuple[int, int]:
 
 @inner
 def ngram_token(ngram: Record, i: int) -> int:
-    """Token of one stored continuation of an n-gram table."""
+    """Return the token of a stored continuation of an n-gram table."""
     if ngram.token_bytes == 2:
         return np.int64(view_u16(ngram.tokens, ngram.num_successors)[i])
     return np.int64(view_u32(ngram.tokens, ngram.num_successors)[i])
@@ -216,7 +216,7 @@ def ngram_token(ngram: Record, i: int) -> int:
 
 @inner
 def exact_narrow(exact: Record, lo: int, hi: int, depth: int, token: int) -> tuple[int, int]:
-    """Suffix array interval of a store's segment after one more token of the model's vocabulary."""
+    """Narrow a segment's suffix array interval by a token of the model's vocabulary."""
     local = to_local_of(exact)[token] if 0 <= token < exact.vocabulary else np.int32(0)
     sa = suffixes_of(exact)
     if exact.token_bytes == 2:
@@ -235,7 +235,7 @@ def exact_successors(
     out_tokens: NDArray[np.int32],
     out_counts: NDArray[np.int32],
 ) -> int:
-    """Next tokens of an interval, as ids of the model's vocabulary, with counts; returns how many."""
+    """Write the next tokens of an interval, as ids of the model's vocabulary, with counts; return how many."""
     sa = suffixes_of(exact)
     if exact.token_bytes == 2:
         n, _ = sa_successors(text_u16(exact), sa, lo, hi, depth, READ_LIMIT, out_tokens, out_counts)
@@ -253,7 +253,7 @@ def exact_successors(
 
 @inner
 def exact_distinct(exact: Record, lo: int, hi: int, depth: int) -> int:
-    """1 when all suffixes of a sorted interval go on alike, else a guess from its size (a read would cost more)."""
+    """Return 1 if all suffixes of an interval continue alike, else a guess by its size (reading would cost more)."""
     sa = suffixes_of(exact)
     if exact.token_bytes == 2:
         tokens = text_u16(exact)

@@ -1,8 +1,8 @@
-"""Step of drafting: a pass is learned and the next draft tree grown in one compiled call.
+"""Step of drafting: learn from a pass, and grow the next draft tree, in one compiled call.
 
-`propose` first judges the last draft and lets `observe` learn from the emitted tokens, move every cursor over them and
-keep the target's top tokens; then it grows the tree and puts it into order. What they read and write lies in the
-sources' records (`kernels/source_table.py`) and in the request's (`kernels/request.py`).
+`propose` first learns from the last draft's acceptance. `observe` then learns from the emitted tokens, advances every
+cursor over them, and stores the target's top tokens. Finally `propose` grows the tree and sorts it. All state is in the
+records of the sources (`kernels/source_table.py`) and of the request (`kernels/request.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from retrieve_spec.kernels.treemask import (
 from retrieve_spec.kernels.views import Record, view_f32, view_i64, view_i64_rows, view_rows, view_u8
 
 MIN_ORIGIN = 8
-"""Tokens that must match before a drafted token is said to stand in a store."""
+"""Shortest match for which a drafted token's origin in a store is given."""
 
 
 @part
@@ -51,21 +51,21 @@ def observe(
     top_logits: NDArray[np.float32],
     stores: int | None,
 ) -> int:
-    """Follow the emitted tokens with every source, and learn at each.
+    """Advance every source over the emitted tokens, and learn at each token.
 
     Parameters
     ----------
     emitted
         (e,) int32 tokens.
     verified
-        (BLOCK_ROWS, n) int32, the tree that was verified (`write_tree`), read where top tokens are given.
+        (BLOCK_ROWS, n) int32 verified tree (`write_tree`), read if top tokens are given.
     top_ids, top_logits
-        (n + 1, k) int32 and float32: the target's top tokens after the root and every node, or (0, k).
+        (n + 1, k) int32 and float32 top tokens of the target after the root and every node, or (0, k).
 
     Returns
     -------
     int
-        How many tokens there was room for in the text's automaton; the caller appends the others.
+        How many tokens the text's automaton had room for; the caller appends the others.
     """
     table = state.sources_of(request)
     contexts = len(top_ids)
@@ -111,7 +111,7 @@ def _recycle(
 
 @part
 def _judge(request: Record, first: int) -> None:
-    """Learn what became of the last draft; where none was made, whether it would have begun rightly."""
+    """Learn from the acceptance of the last draft, or, if none was made, whether its first token would be right."""
     counts = state.drafts_of(request, request.sampled)
     if request.num_verified > 0:
         calibration.learn_draft(counts, request.expected, request.num_accepted)
@@ -133,18 +133,18 @@ def depth_first(
     sources: NDArray[np.uint8],
     origins: NDArray[np.int64],
 ) -> None:
-    """Write the first nodes (best-first, parents first) in depth-first order, so that first branches are contiguous.
+    """Write the first nodes (best-first, parents first) in depth-first order, in which first branches are contiguous.
 
     Parameters
     ----------
     nodes, node_p
-        Output of `expand`; as many nodes are written as the outputs hold.
+        Output of `expand`; the size of the outputs is the number of nodes.
     numbers
-        (s + 1,) uint8, number of each source row, and of what no source says.
+        (s + 1,) uint8 number of each source row, and of forced tokens.
     node_origin
-        Output of `find_origins`, or (0,) when it was not asked for.
+        Output of `find_origins`, or (0,) without origins.
     token_ids, parents, depths, log_p, sources, origins
-        (n,) outputs: the fields of a `DraftTree`.
+        (n,) outputs, the fields of a `DraftTree`.
     """
     n = len(token_ids)
     first, after, stack = np.empty(n + 1, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
@@ -189,7 +189,7 @@ def write_tree(
     node_origin: NDArray[np.int64],
     block: NDArray[np.int32],
 ) -> None:
-    """Write the first nodes in depth-first order into a block (`BLOCK_ROWS`, n); the others as for `depth_first`."""
+    """Write the first nodes in depth-first order into a block (`BLOCK_ROWS`, n); arguments as for `depth_first`."""
     n, at = block.shape[1], np.int64(block.ctypes.data)
     if n == 0:
         return
@@ -213,10 +213,10 @@ def write_tree(
 
 @part
 def find_origins(request: Record, num_nodes: int, out: NDArray[np.int64]) -> None:
-    """Say where the path to each node stands in a store: its longest match with suffix arrays and neighbours.
+    """Find each node's origin: the longest match of its path with suffix arrays and neighbours.
 
-    Writes ``out[i] = segment << ORIGIN_BITS | token position`` for the i-th node in best-first order, -1 where the
-    match is shorter than `MIN_ORIGIN`.
+    Writes ``out[i] = segment << ORIGIN_BITS | token position`` for the i-th node in best-first order, -1 if the match
+    is shorter than `MIN_ORIGIN`.
     """
     table = state.sources_of(request)
     rows, first = len(table), request.first_exact
@@ -253,26 +253,27 @@ def propose(
     top_logits: NDArray[np.float32],
     stores: int | None,
 ) -> tuple[int, float, NDArray[np.int32]]:
-    """Take in what the last pass showed, then draft what follows the text.
+    """Learn from the last pass, then draft the next tree.
 
     Parameters
     ----------
     address
-        Of the request; its `num_verified`, `num_accepted` and `expected` say what became of the last draft.
+        Address of the request, whose `num_verified`, `num_accepted` and `expected` describe the last draft.
     cost, max_nodes, max_depth, chain
-        As for `expand.expand`; with 0 nodes nothing is drafted.
+        As for `expand.expand`; with 0 nodes, nothing is drafted.
     emitted, verified, top_ids, top_logits
-        As for `observe`; (0,) tokens where there is nothing to take in.
+        As for `observe`; (0,) tokens if there is nothing to learn.
     stores
         As in `kernels/levels.py`.
 
     Returns
     -------
     room, expected, tree
-        What `observe` returns: where that is less than all, the caller appends the rest, and nothing was drafted yet.
-        The sum of the path probabilities of nodes that were not given; the tree as `write_tree` writes it. The
-        request's `nodes` and `node_p` hold the nodes in best-first order, `first_token` and `first_p` what the draft
-        begins with, or would if it paid. One array only: where caches are empty each takes microseconds to make.
+        Return value of `observe`: if it is less than all tokens, the caller appends the rest, and nothing was drafted.
+        Sum of the path probabilities of nodes that are not forced. The tree, as written by `write_tree`. The request's
+        `nodes` and `node_p` hold the nodes in best-first order; `first_token` and `first_p` are the draft's first token
+        and its probability, even if no draft pays. There is one array only, because making one takes microseconds when
+        caches are cold.
     """
     request = state.request_at(address)
     room = np.int64(0)
@@ -303,7 +304,7 @@ def propose(
 
 @making_door
 def longest_match(address: int, stores: int | None) -> int:
-    """Tokens that the longest level of any source matches where the text stands, neighbours left out."""
+    """Return the longest match length of any source at the text's end, except for neighbours."""
     request = state.request_at(address)
     state.catch_up(request)
     table, cursors = state.sources_of(request), state.cursors_of(request)

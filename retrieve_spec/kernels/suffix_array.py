@@ -1,13 +1,13 @@
 """Suffix array intervals: matches and next-token counts of sorted text positions.
 
 A segment's text is a flat array of *local* ids: 0 separates documents, tokens are numbered from 1 in the order of their
-ids, and the last entry is 0. The suffix array `sa` holds the positions of all tokens (separators and removed documents
-left out), sorted by the text that starts there. All suffixes that share their first `depth` tokens form one interval
-``[lo, hi)``, and inside it they are sorted by the next token; no token of a query is 0, so no match crosses a border.
+ids, and the last entry is 0. The suffix array `sa` holds the positions of all tokens (except separators and removed
+documents), sorted by the text that starts there. All suffixes that share their first `depth` tokens form an interval
+``[lo, hi)``, sorted by the next token. No token of a query is 0, so no match crosses a document's end.
 
-A search from nothing finds the interval of a text's longest end that occurs. For it `top` is a sparse copy of the
-array: entry j packs the first ``64 // bits`` tokens of suffix ``j << TOP_SHIFT`` into one uint64, so that it reads
-a few cache lines of it and one short stretch of `sa`.
+A search finds the interval of the longest suffix of a text that occurs. For searches, `top` is a sparse index: entry j
+packs the first ``64 // bits`` tokens of suffix ``j << TOP_SHIFT`` into one uint64, so that a search reads a few cache
+lines of it and a short range of `sa`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import numpy as np
 from retrieve_spec.kernels.compiled_code import door, inner, making_door
 
 SEPARATOR = 0
-"""Local id between two documents."""
+"""Local id between documents."""
 TOP_SHIFT = 6
-"""One entry of the top table stands for ``1 << TOP_SHIFT`` suffixes (0.125 byte per token)."""
+"""The top table has an entry per ``1 << TOP_SHIFT`` suffixes (0.125 bytes per token)."""
 
 
 @inner
 def sa_token(tokens, sa, i, depth):  # type: ignore[no-untyped-def]
-    """Token at `depth` of suffix i; a separator where a damaged array points outside the text."""
+    """Return the token at `depth` of suffix i; a separator if a damaged array points outside the text."""
     at = np.int64(sa[i]) + depth
     return np.int64(tokens[at]) if at < len(tokens) else np.int64(SEPARATOR)
 
 
 @inner
 def sa_lower(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
-    """First index in ``[lo, hi)`` whose suffix has a token of at least `token` at `depth`, or `hi`."""
+    """Return the first index in ``[lo, hi)`` whose suffix has a token of at least `token` at `depth`, or `hi`."""
     while lo < hi:
         mid = (lo + hi) >> 1
         if sa_token(tokens, sa, mid, depth) < token:
@@ -43,7 +43,7 @@ def sa_lower(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
 
 @inner
 def sa_upper(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
-    """First index in ``[lo, hi)`` whose suffix has a token above `token` at `depth`, galloping from `lo`."""
+    """Return the first index in ``[lo, hi)`` whose suffix has a token above `token` at `depth`; gallops from `lo`."""
     step = 1
     while lo + step < hi and sa_token(tokens, sa, lo + step, depth) <= token:
         lo += step
@@ -58,9 +58,9 @@ def sa_narrow(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
     Parameters
     ----------
     tokens
-        (n,) uint16 or uint32, local ids; the last is 0.
+        (n,) uint16 or uint32 local ids; the last is 0.
     sa
-        (m,) uint32 or int64, sorted positions.
+        (m,) uint32 or int64 sorted positions.
     lo, hi
         Interval of suffixes that share their first `depth` tokens.
     depth
@@ -71,7 +71,7 @@ def sa_narrow(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
     Returns
     -------
     tuple of int
-        ``(lo, hi)`` of depth + 1; empty (``lo == hi``) when nothing follows.
+        ``(lo, hi)`` of depth + 1; empty (``lo == hi``) if the token does not follow.
     """
     if token <= 0 or lo >= hi:
         return lo, lo
@@ -83,13 +83,13 @@ def sa_narrow(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
 
 @inner
 def _block_token(tokens, sa, lo, hi, depth, unit, block):  # type: ignore[no-untyped-def]
-    """Token that follows the suffix in the middle of a block of `unit` suffixes."""
+    """Return the next token of the suffix in the middle of a block of `unit` suffixes."""
     return sa_token(tokens, sa, min(lo + block * unit + (unit >> 1), hi - 1), depth)
 
 
 @inner
 def _run_end(tokens, sa, lo, hi, depth, unit, block, n_blocks, token):  # type: ignore[no-untyped-def]
-    """First block after `block` that does not show `token`: galloping, then bisection."""
+    """Return the first block after `block` with another token than `token`: gallop, then bisect."""
     step = 1
     while block + step < n_blocks and _block_token(tokens, sa, lo, hi, depth, unit, block + step) == token:
         block += step
@@ -107,27 +107,27 @@ def _run_end(tokens, sa, lo, hi, depth, unit, block, n_blocks, token):  # type: 
 
 @door
 def sa_successors(tokens, sa, lo, hi, depth, max_reads, out_tokens, out_counts):  # type: ignore[no-untyped-def]
-    """Count the tokens that follow an interval, exactly or from a fair sample.
+    """Count the next tokens of an interval, exactly or from a systematic sample.
 
-    The interval is cut into at most `max_reads` blocks of ``unit`` suffixes (a power of two), and the suffix in the
-    middle of each block speaks for the block: a systematic sample, exact when ``unit`` is 1. Next tokens are sorted, so
-    runs of blocks that show the same token are found by galloping instead of reading each (the counts are those of
-    infini-gram's rule, Liu et al. 2024, which halves the interval while its ends differ).
+    The interval is divided into at most `max_reads` blocks of ``unit`` suffixes (a power of two), and the suffix in the
+    middle represents its block: a systematic sample, exact if ``unit`` is 1. Next tokens are sorted, so runs of blocks
+    with the same token are found by galloping instead of reading each (the counts are those of infini-gram's rule, Liu
+    et al. 2024, which halves the interval while its ends differ).
 
     Parameters
     ----------
     tokens, sa, lo, hi, depth
         As in `sa_narrow`.
     max_reads
-        Blocks at most, and so distinct tokens at most.
+        Most blocks, and so most distinct tokens.
     out_tokens, out_counts
         (≥ max_reads,) integer or float arrays, filled in the order of local ids.
 
     Returns
     -------
     tuple of int
-        Number of distinct tokens written, and ``hi - lo``: counts add up to it, less the suffixes at which a document
-        ends (no token follows there).
+        Number of distinct tokens written, and ``hi - lo``, to which the counts add up, except for suffixes at the end
+        of a document.
     """
     total = hi - lo
     unit = 1
@@ -172,7 +172,7 @@ def sa_top_table(tokens, sa, bits):  # type: ignore[no-untyped-def]
 
 @inner
 def _first_beyond(top, lo, key, above):  # type: ignore[no-untyped-def]
-    """First index from `lo` on of a sorted uint64 array that holds at least `key` (`above` 1: more than it)."""
+    """Return the first index from `lo` on of a sorted uint64 array with at least `key` (`above` 1: more than it)."""
     hi = len(top)
     while lo < hi:
         mid = (lo + hi) >> 1
@@ -185,7 +185,7 @@ def _first_beyond(top, lo, key, above):  # type: ignore[no-untyped-def]
 
 @inner
 def _suffix_not_below(tokens, sa, lo, hi, skip, pattern, start, n, above):  # type: ignore[no-untyped-def]
-    """First index in ``[lo, hi)`` whose suffix is not below (`above` 1: is above) ``pattern[start : start + n]``.
+    """Return the first index in ``[lo, hi)`` with a suffix at least (`above` 1: above) ``pattern[start : start + n]``.
 
     All suffixes of the interval share the pattern's first `skip` tokens; one that begins with the pattern is equal.
     """
@@ -207,7 +207,7 @@ def _suffix_not_below(tokens, sa, lo, hi, skip, pattern, start, n, above):  # ty
 
 @door
 def sa_search(tokens, sa, top, bits, pattern, start, n):  # type: ignore[no-untyped-def]
-    """Find the interval of ``pattern[start : start + n]`` from nothing.
+    """Find the interval of ``pattern[start : start + n]``.
 
     Parameters
     ----------
@@ -218,12 +218,12 @@ def sa_search(tokens, sa, top, bits, pattern, start, n):  # type: ignore[no-unty
     pattern
         Integer array of local ids; an id below 1 or above ``2**bits - 1`` matches nothing.
     start, n
-        Which part of the pattern to look for, n ≥ 1.
+        Part of the pattern to search for, n ≥ 1.
 
     Returns
     -------
     tuple of int
-        ``(lo, hi)``, empty (``lo == hi``) when the pattern does not occur.
+        ``(lo, hi)``, empty (``lo == hi``) if the pattern does not occur.
     """
     width = min(n, 64 // bits)
     for i in range(start, start + n):
@@ -250,19 +250,19 @@ def sa_search(tokens, sa, top, bits, pattern, start, n):  # type: ignore[no-unty
 def sa_longest(tokens, sa, top, bits, recent, n, longest):  # type: ignore[no-untyped-def]
     """Find the longest suffix of ``recent[:n]``, of at most `longest` tokens, that occurs.
 
-    A suffix occurs wherever a longer one does, so lengths are bisected: at most ``log2(longest) + 1`` searches.
+    If a suffix occurs, so do all shorter ones, so lengths are bisected: at most ``log2(longest) + 1`` searches.
 
     Returns
     -------
     tuple of int
-        ``(lo, hi, depth)``; depth 0 with the interval of the whole array when not even the last token occurs.
+        ``(lo, hi, depth)``; depth 0 with the interval of the whole array if not even the last token occurs.
     """
     return _lengthen(tokens, sa, top, bits, recent, n, 0, len(sa), 0, min(n, longest))
 
 
 @inner
 def _lengthen(tokens, sa, top, bits, recent, n, lo, hi, depth, longest):  # type: ignore[no-untyped-def]
-    """Find the longest suffix of ``recent[:n]`` that occurs, from one of `depth` tokens that does."""
+    """Find the longest suffix of ``recent[:n]`` that occurs, given one of `depth` tokens that does."""
     while depth < longest:
         length = (depth + longest + 1) >> 1
         a, b = sa_search(tokens, sa, top, bits, recent, n - length, length)
@@ -275,18 +275,18 @@ def _lengthen(tokens, sa, top, bits, recent, n, lo, hi, depth, longest):  # type
 
 @inner
 def sa_between(tokens, sa, top, bits, recent, shortest, longest):  # type: ignore[no-untyped-def]
-    """Find the longest suffix of a text that occurs and has so many tokens.
+    """Find the longest suffix of a text, within bounds of its length, that occurs.
 
-    Most of the time one search says that none of `shortest` tokens does.
+    Usually one search shows that none of `shortest` tokens does.
 
     Parameters
     ----------
     tokens, sa, top, bits
         The segment.
     recent
-        (n,) end of the text (local ids; 0 or less: unknown to the segment).
+        (n,) end of the text (local ids; 0 or less: not in the segment).
     shortest, longest
-        1 ≤ shortest ≤ longest ≤ n; no longer suffix occurs, or none is looked for.
+        1 ≤ shortest ≤ longest ≤ n; longer suffixes do not occur, or are not wanted.
 
     Returns
     -------

@@ -9,7 +9,7 @@ from retrieve_spec.kernels.automaton import COUNT, COUNTED, LENGTH, LINK, degree
 from retrieve_spec.kernels.compiled_code import making, making_door
 
 _WAITING = 256
-"""Continuations that wait at most."""
+"""Most waiting continuations."""
 F_STATE, F_TOKEN, F_PARENT, F_DEPTH, F_COUNT = range(5)
 
 
@@ -25,10 +25,10 @@ def _grow(
     nodes: NDArray[np.int32],
     node_p: NDArray[np.float64],
 ) -> tuple[int, float, int]:
-    """Take the continuations of a state in the order of their path probability; returns nodes, score, deepest.
+    """Draft from a state in order of path probability; return number of nodes, score, and largest depth.
 
-    A child's probability is its count over the occurrences of its parent, the end of the text among them; of equals
-    the one found first goes first.
+    A child's probability is its count over the occurrences of its parent, including the end of the text; of equals, the
+    one found first comes first.
     """
     front, front_p = np.empty((_WAITING, 5), np.int64), np.empty(_WAITING, np.float64)
     waiting = taken = 0
@@ -86,7 +86,7 @@ def speculate(
     nodes: NDArray[np.int32],
     node_p: NDArray[np.float64],
 ) -> tuple[int, float]:
-    """Draft from every suffix of the match and keep the tree of the highest score, of equals that of the longest.
+    """Draft from every suffix of the match, and keep the tree with the highest score; ties go to the longest suffix.
 
     Parameters
     ----------
@@ -97,11 +97,11 @@ def speculate(
     factor
         A match of m tokens drafts at most ``factor · m`` nodes.
     max_depth, min_p
-        Where to stop.
+        Limits of depth and path probability.
     tree_depth
-        Match and draft together are at most this long.
+        Limit of match length plus depth.
     nodes, node_p
-        (n, 2) tokens and parents and (n,) path probabilities of the best tree of at most n nodes, filled.
+        (n, 2) tokens and parents, and (n,) path probabilities, of the best tree of at most n nodes; outputs.
 
     Returns
     -------

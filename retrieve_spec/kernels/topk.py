@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels.compiled_code import door, making_door
 
 BLOCK = 128
-"""Width of the blocks whose maxima `row_topk` takes."""
+"""Width of the blocks whose maxima `row_topk` uses."""
 
 
 @door
@@ -22,7 +22,7 @@ def row_topk(
 
     `maxima` (m, v // BLOCK) holds the maximum of every full block. The k-th largest of them is at most the k-th largest
     entry, so only the few blocks that reach it are read. Equal entries come in order of their index, as `argmax`
-    breaks ties; NaN is never chosen. 1 <= k <= v. Returns whether there is one, which the maximum of its block tells.
+    breaks ties; NaN is never chosen. 1 <= k <= v. Returns whether there is a NaN, by the maximum of its block.
     """
     m, v = logits.shape
     k = ids.shape[1]

@@ -1,4 +1,4 @@
-"""Draft trees as arrays: the block they are handed over in, ids, positions, and who may look at which token."""
+"""Draft trees as arrays: block layout, ids, positions, and attention masks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels.compiled_code import door, part
 
 ORIGINS, TOKENS, PARENTS, DEPTHS, LOG_P, SOURCES, BLOCK_ROWS = 0, 2, 3, 4, 5, 6, 7
-"""Rows of the block (`BLOCK_ROWS`, n) int32 that a tree is handed over in: n int64 in the first two, n float32, n uint8
-in the last, all others int32."""
+"""Rows of a tree's block (`BLOCK_ROWS`, n) int32: n int64 in the first two, n float32, n uint8 in the last, all others
+int32."""
 
 
 def unpacked(words: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Words (m, ⌈m / 32⌉) as (m, m) bool, the lowest bit first."""
+    """Unpack words (m, ⌈m / 32⌉) to (m, m) bool, the lowest bit first."""
     rows = len(words)
     if not rows:
         return np.empty((0, 0), np.bool_)
@@ -62,14 +62,14 @@ def fill_tree_mask(
 
 @door
 def see_ancestors(parent: NDArray[np.int32], num_roots: int, words: NDArray[np.int32]) -> None:
-    """Write who looks at whom in a pass over m root tokens, then n nodes, as bits.
+    """Write the attention mask of a pass over m root tokens, then n nodes, as bits.
 
     Parameters
     ----------
     parent
         (n,) int32, parents before children, -1 below the last root token.
     num_roots
-        m; a root token looks at those before it, a node at all of them.
+        m; a root token sees itself and those before it, a node sees all of them.
     words
         (m + n, w ≥ (m + n) / 32) int32 zeros, filled: bit j of row i is set where row i sees row j.
     """
@@ -99,7 +99,7 @@ def node_tails(
     tails: NDArray[np.int32],
     lens: NDArray[np.int32],
 ) -> None:
-    """Newest tokens of the context after the root (row 0) and after every node (row i + 1), newest first."""
+    """Write the newest tokens of the contexts ending at the root (row 0) and every node (row i + 1), newest first."""
     width = tails.shape[1]
     for j in range(width):
         tails[0, j] = tail[0, j]

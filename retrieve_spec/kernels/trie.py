@@ -1,4 +1,4 @@
-"""Numba kernels of a small trie of retrieved spans: sorted rows of tokens, a node is an interval of rows and a depth.
+"""Numba kernels of a small trie of retrieved spans: rows of tokens are sorted; a node is an interval and a depth.
 
 ``spans`` (k, w) int32, rows sorted token by token, ``END`` after the end of a row. Every row has a similarity (k,)
 float32 and a weight (k,) float32.
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels.compiled_code import door, inner
 
 END = -1
-"""Token after the end of a span; sorts before all others."""
+"""Token after the end of a span, which sorts before all others."""
 
 
 @inner
 def narrow(spans: NDArray[np.int32], lo: int, hi: int, depth: int, token: int) -> tuple[int, int]:
-    """Rows of a node that go on with ``token``; empty where there are none."""
+    """Return the interval of a node's rows that continue with ``token``; empty if there are none."""
     if depth >= spans.shape[1]:
         return lo, lo
     while lo < hi and spans[lo, depth] < token:
@@ -32,7 +32,7 @@ def narrow(spans: NDArray[np.int32], lo: int, hi: int, depth: int, token: int) -
 
 @inner
 def open_rows(spans: NDArray[np.int32], lo: int, hi: int, depth: int) -> tuple[int, int]:
-    """Return how many rows of a node go on after it, and with how many different tokens."""
+    """Return how many rows of a node continue, and with how many distinct tokens."""
     if depth >= spans.shape[1]:
         return 0, 0
     count = 0
@@ -78,7 +78,7 @@ def successors(
 
 @inner
 def share(spans: NDArray[np.int32], weight: NDArray[np.float32], lo: int, hi: int, depth: int, token: int) -> float:
-    """Share of a node's weight that goes on with ``token``."""
+    """Return the share of a node's weight that continues with ``token``."""
     total = 0.0
     part = 0.0
     for i in range(lo, hi):
@@ -90,9 +90,9 @@ def share(spans: NDArray[np.int32], weight: NDArray[np.float32], lo: int, hi: in
 
 @door
 def dense_length(similarity: NDArray[np.float32], spans: NDArray[np.int32], lo: int, hi: int, depth: int) -> int:
-    """What stands for the match length at a node of a trie of spans: similarity, and tokens followed since.
+    """Return the match length used for a node of a trie of spans: by similarity, plus the tokens followed since.
 
-    Each halving of the distance 1 - similarity counts as one token, up to seven. -1 where no span goes on.
+    Each halving of the distance 1 - similarity counts as one token, up to seven. -1 if no span continues.
     """
     best = -2.0
     for i in range(lo, hi):

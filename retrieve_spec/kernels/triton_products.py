@@ -1,9 +1,9 @@
-"""Triton products: linear layers of a few 16-bit rows, those of one input in one launch.
+"""Triton matrix products: linear layers for a few 16-bit rows; layers of one input share a launch.
 
-Reading the weights is what such a product costs, so programs share them out and read each once. They stand first in a
-program's product: its shape is that of tensor cores with any number of rows. Results are rounded once, as torch does.
-Packed weights of 4 and 8 bits (`retrieve_spec.quantized.pack`) are unpacked in registers, to the 16-bit numbers that
-`retrieve_spec.kernels.cpu.unpack` gives. With TRITON_INTERPRET=1 the kernel runs on the CPU.
+The cost of such a product is reading the weights, so programs divide them and read each once. Weights are the first
+operand, so that the shape suits tensor cores with any number of rows. Results are rounded once, as in torch. Packed
+weights of 4 and 8 bits (`retrieve_spec.quantized.pack`) are unpacked in registers to the 16-bit numbers that
+`retrieve_spec.kernels.cpu.unpack` returns. With TRITON_INTERPRET=1, the kernel runs on the CPU.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from retrieve_spec.kernels.cpu import GROUP, bits_of
 from retrieve_spec.kernels.triton_rows import add_rms_norm, overlap, take_turn
 
 BLOCKS = (16, 64, 128)
-"""Rows of a program's product; with more, torch's products are faster, but those with packed weights are shared out."""
+"""Most rows of a program; with more rows, torch's products are faster, and packed weights use several programs."""
 LAYERS = 3
-"""Layers of one launch at most."""
+"""Most layers per launch."""
 STEP = 64
-"""Inputs of a layer are a multiple of this, or of `GROUP` where its weights are packed."""
+"""A layer's inputs are a multiple of this, or of `GROUP` if its weights are packed."""
 _MAX_SPLITS = 4
 _LARGE = 16 << 20
-"""Bytes of weights that large blocks of them share out to all of a GPU's processors."""
+"""Smallest size of weights in bytes that keeps all of a GPU's processors busy with large blocks."""
 
 
 @triton.jit
@@ -35,11 +35,11 @@ def _unpacked(  # type: ignore[no-untyped-def]
     weight, panel, panels, group, groups, BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_N, BLOCK_K) of a packed weight, from a panel of 16 outputs and a group of 32 inputs on.
+    """Unpack (BLOCK_N, BLOCK_K) of a packed weight, from a panel of 16 outputs and a group of 32 inputs on.
 
-    A thread reads 16 bytes: of four outputs the weights of four inputs, or of two times four in 4 bits. Outputs and
-    inputs are put in the order in which these are the thread's part of a tensor core's operand, so that threads
-    exchange nothing. `_ordered_inputs` and `_ordered_outputs` put the rest of the product in order.
+    A thread reads 16 bytes: the weights of four outputs and of four inputs (4 bits: two times four). Outputs and inputs
+    are permuted so that these are the thread's part of a tensor core's operand, and threads exchange nothing.
+    `_ordered_inputs` and `_ordered_outputs` permute the rest of the product.
     """
     HALVES: tl.constexpr = BITS // 4  # 64 words each, of a group
     GROUPS: tl.constexpr = BLOCK_K // 32
@@ -68,21 +68,21 @@ def _unpacked(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _float16_pairs(words):  # type: ignore[no-untyped-def]
-    """The two float16 numbers in each word, along a new last axis."""
+    """Return the two float16 numbers in each word along a new last axis."""
     halves = words[:, :, :, :, :, None] >> (16 * tl.arange(0, 2))[None, None, None, None, None, :]
     return halves.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _ordered_inputs(x, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(BLOCK_K, BLOCK_M) of (BLOCK_M, BLOCK_K) rows, for a product with `_unpacked`."""
+    """Permute and transpose rows (BLOCK_M, BLOCK_K) to (BLOCK_K, BLOCK_M), for a product with `_unpacked`."""
     by_thread = tl.reshape(x, (BLOCK_M, BLOCK_K // 16, 4, 2, 2))
     return tl.reshape(tl.permute(by_thread, (1, 3, 2, 4, 0)), (BLOCK_K, BLOCK_M))
 
 
 @triton.jit
 def _ordered_outputs(total, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A product with `_unpacked`, its outputs in their own order."""
+    """Return a product with `_unpacked` with its outputs in their original order."""
     by_thread = tl.reshape(total, (2, BLOCK_N // 32, 2, 8, BLOCK_M))
     return tl.reshape(tl.permute(by_thread, (1, 3, 0, 2, 4)), (BLOCK_N, BLOCK_M))
 
@@ -164,14 +164,14 @@ def _linears(  # type: ignore[no-untyped-def]
 def linears(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
-    """The results of up to `LAYERS` linear layers of one input, in one launch if there are few rows.
+    """Compute up to `LAYERS` linear layers of one input, in one launch if there are few rows.
 
     Parameters
     ----------
     x
-        (1, rows, inputs) of 16-bit numbers; inputs are a multiple of `STEP`.
+        (1, rows, inputs) 16-bit numbers; inputs are a multiple of `STEP`.
     weights
-        By layer, (outputs, inputs), contiguous; or all of them packed in as many bits.
+        By layer, (outputs, inputs), contiguous; or all of them packed with the same number of bits.
     biases
         By layer, (outputs,): all of them or none.
 
@@ -191,9 +191,9 @@ def linears(
 def linear_add_rms_norm(
     x: torch.Tensor, layer: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`add_rms_norm` of `other` and the result of a linear layer without a bias.
+    """Compute `add_rms_norm` of `other` and a linear layer without bias.
 
-    A layer with few outputs is shared out over its inputs, too: the launch that normalises adds up partial sums.
+    A layer with few outputs is also divided by inputs: the normalising launch adds up partial sums.
     """
     rows, outputs = x.shape[1], len(layer)
     if rows > BLOCKS[-1] and not _is_packed(layer):
@@ -207,7 +207,7 @@ def linear_add_rms_norm(
 
 @functools.cache
 def _limits(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors of a GPU, and the bytes of shared memory that a program can have."""
+    """Return a GPU's number of multiprocessors, and the most bytes of shared memory per program."""
     if device.type == "cpu":
         return 8, 99 << 10
     known = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
@@ -219,7 +219,7 @@ def _is_packed(weight: torch.Tensor) -> bool:
 
 
 def _block(weights: Sequence[torch.Tensor]) -> int:
-    """Outputs of one program."""
+    """Return the number of outputs per program."""
     if _is_packed(weights[0]):
         return 64
     return 64 if sum(weight.nbytes for weight in weights) >= _LARGE else 16
@@ -231,7 +231,7 @@ def _multiply(
     biases: Sequence[torch.Tensor | None],
     outs: Sequence[torch.Tensor],
 ) -> None:
-    """Write (splits, rows, outputs) by layer."""
+    """Launch the product; return (splits, rows, outputs) by layer."""
     rows, inputs = x.shape[-2:]
     splits, packed = len(outs[0]), _is_packed(weights[0])
     added = [bias.contiguous() for bias in biases if bias is not None]
@@ -246,14 +246,14 @@ def _multiply(
 
 
 def _step(inputs: int, packed: bool) -> int:
-    """Inputs that a program multiplies by at once."""
+    """Return the number of inputs per step of a program."""
     return next(size for size in ((STEP, GROUP) if packed else (128, STEP)) if inputs % size == 0)
 
 
 def _tiles(rows: int, inputs: int, weights: Sequence[torch.Tensor], shared: int) -> dict[str, int]:
-    """What a program multiplies at once, and by how many warps; so many bytes of shared memory are there.
+    """Return a program's tile sizes and number of warps, for a size of shared memory in bytes.
 
-    Of packed weights a warp multiplies 32 or 64 outputs by all rows, so that it unpacks what no other warp does.
+    With packed weights, a warp multiplies 32 or 64 outputs by all rows, so that every weight is unpacked once.
     """
     packed = _is_packed(weights[0])
     block_n, block_k, bits, warps, stages = _block(weights), _step(inputs, packed), 16, 4, 4
@@ -271,5 +271,5 @@ def _tiles(rows: int, inputs: int, weights: Sequence[torch.Tensor], shared: int)
 
 
 def _all(given: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Arguments for as many layers as a launch can have; nothing is read of those that are not there."""
+    """Pad arguments to the number of layers that a launch has; padding is never read."""
     return [*given, *[given[0]] * (LAYERS - len(given))]

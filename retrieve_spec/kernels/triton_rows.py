@@ -1,7 +1,7 @@
-"""Triton kernels of row work: what a decoder layer does besides products and attention, one launch each.
+"""Triton kernels of a decoder layer's operations other than products and attention, one launch each.
 
-Each kernel rounds to the 16-bit type where the operations it stands for do, so results differ at most where a sum or an
-exponential is added up in another order. With TRITON_INTERPRET=1 the kernels run on the CPU.
+Each kernel rounds to the 16-bit type where the operations it replaces do, so results differ at most by the order of a
+sum or by an exponential. With TRITON_INTERPRET=1, the kernels run on the CPU.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import triton.language as tl
 
 _ELEMENTS = 1024
 _FEW = 32
-"""Rows up to which launches are short: wider ones are not left room enough by the next that come ready."""
+"""Most rows of a short launch; wider ones need the room that an overlapping next launch would take."""
 
 
 def overlap(device: torch.device, rows: int) -> dict[str, bool]:
-    """Options of a launch that comes ready while the one before it ends."""
+    """Return the options of a launch that may start while the previous one ends."""
     return {"OVERLAP": True, "launch_pdl": True} if rows <= _FEW and _overlaps(device) else {}
 
 
 @functools.cache
 def _overlaps(device: torch.device) -> bool:
-    """Whether launches can overlap on a GPU, as they can from Hopper on."""
+    """Whether launches can overlap on a GPU (Hopper and later)."""
     is_nvidia = device.type == "cuda" and torch.version.cuda is not None
     return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
 def take_turn(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a kernel does before it reads or writes: wait for the launch before it, and let the next one come ready."""
+    """Wait for the previous launch, and let the next one start; called before a kernel reads or writes."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -125,16 +125,16 @@ def _gate(gate, up, out, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = Fals
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS normalisation of (…, d) rows with weight (d,) in one launch (Zhang & Sennrich, 2019)."""
+    """Normalise (…, d) rows by their RMS with weight (d,), in one launch (Zhang & Sennrich, 2019)."""
     return _normalised(x, None, weight, eps)[1]
 
 
 def add_rms_norm(
     x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x + other` of one shape (…, d), and the RMS normalisation of that, in one launch.
+    """Return `x + other`, both (…, d), and its RMS normalisation, in one launch.
 
-    `other` can also be (parts, …, d), what its sum is rounded from.
+    `other` can also be (parts, …, d) partial sums, which are added before rounding.
     """
     return _normalised(x, other, weight, eps)
 
@@ -157,34 +157,34 @@ def _normalised(
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """(rows, d) of (…, d), the elements of a row side by side."""
+    """Reshape (…, d) to (rows, d) with contiguous rows."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding by halves (Su et al., 2021) of (1, heads, rows, d) in one launch (`rotate_both`)."""
+    """Apply rotary embedding by halves (Su et al., 2021) to (1, heads, rows, d), in one launch (`rotate_both`)."""
     return _rotated(x, x[:, :0], cos, sin)[0]
 
 
 def rotate_both(
     queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary embedding by halves (Su et al., 2021) of queries and keys in one launch.
+    """Apply rotary embedding by halves (Su et al., 2021) to queries and keys, in one launch.
 
-    Each product and the sum are rounded, as torch does; contraction to fused multiply-add would leave one out.
+    Each product and the sum are rounded as in torch; fused multiply-add would omit a rounding.
 
     Parameters
     ----------
     queries, keys
-        (1, heads, rows, d), with heads of their own.
+        (1, heads, rows, d); their numbers of heads may differ.
     cos, sin
         (1, 1, rows, d).
 
     Returns
     -------
     tuple
-        The same two shapes, the heads of a row side by side in memory.
+        The same two shapes, with the heads of a row adjacent in memory.
     """
     return _rotated(queries, keys, cos, sin)
 
@@ -205,7 +205,7 @@ def _rotated(
 
 
 def gate(gated: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`silu(gated) · up` of one shape in one launch (SwiGLU; Shazeer, 2020)."""
+    """Return `silu(gated) · up`, both of one shape, in one launch (SwiGLU; Shazeer, 2020)."""
     gated, up = gated.contiguous(), up.contiguous()
     out = torch.empty_like(gated)
     _gate[(triton.cdiv(out.numel(), _ELEMENTS),)](

@@ -1,9 +1,8 @@
-"""Triton kernels of the sampler: the token drawn at every row of a pass, token for token that of `kernels.sampling`.
+"""Triton kernels of the sampler: draw a token for every row of a pass, the same tokens as `kernels.sampling`.
 
-Noise is the same 53 bits. Tokens that cannot win are left out by what two divisions say of a logarithm, the others are
-compared in float64, and a row that the last digits of a logarithm or of a sum could decide is left to the host (-1).
-No result hangs on a rounding that contraction to fused multiply-add would leave out. With TRITON_INTERPRET=1 the
-kernels run on the CPU.
+The noise has the same 53 bits. Tokens that cannot win are excluded by rational bounds of a logarithm, the others are
+compared in float64, and rows that the last digits of a logarithm or sum could decide are left to the host (-1). No
+result depends on a rounding that fused multiply-add would omit. With TRITON_INTERPRET=1, the kernels run on the CPU.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels.triton_topk import level_of, order_of
 
 _FIELDS: tl.constexpr = tl.constexpr(5)
-"""What a row is drawn by, 64 bits each: key of the noise, temperature, top-k, top-p, logarithm of min-p."""
+"""Parameters of a row, 64 bits each: key of the noise, temperature, top-k, top-p, logarithm of min-p."""
 _MARGIN: tl.constexpr = tl.constexpr(1e-9)
-"""Distance at which two float64 results may be ordered differently on two devices."""
+"""Difference below which two devices may order two float64 results differently."""
 _BLOCK = 1024
 _SLOTS = 4
-"""Contenders of a block; even where a few tokens share all that is likely, one in 10,000 has more."""
+"""Most contenders of a block; even for rows with few likely tokens, one in 10,000 blocks has more."""
 _CANDIDATES = 1024
-"""Tokens of a row that top-p and min-p look at; a row that needs more is left to the host."""
+"""Most tokens of a row that top-p and min-p consider; rows that need more are left to the host."""
 _TIES = 64
-"""Tokens looked at beyond `top_k`, as all that equal the last one stay."""
+"""Number of tokens considered beyond `top_k`, since all that equal the last one remain."""
 _MOST = 2048
-"""Tokens of a row that are looked at in any case."""
+"""Fewest tokens of a row that are considered."""
 
 
 @triton.jit
 def _noise(key, ids):  # type: ignore[no-untyped-def]
-    """53 bits of noise: `kernels.sampling.noise_bits`."""
+    """Return 53 bits of noise, those of `kernels.sampling.noise_bits`."""
     x = key.to(tl.uint64) + (ids.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -42,7 +41,7 @@ def _noise(key, ids):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scaled_block(scores, rules, stride, vocab, row, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Token ids of a program's block, their logits and these by temperature; -inf after the last one."""
+    """Return the token ids of a program's block, their logits, and the scaled logits; -inf after the last token."""
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(scores + row * stride + ids, ids < vocab, -float("inf")).to(tl.float32)
     heat = tl.load(rules + row * _FIELDS + 1).to(tl.float64, bitcast=True).to(tl.float32)
@@ -60,10 +59,10 @@ def _contenders(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Write the tokens of a block that may win in it: infinities where these are too many or no numbers.
+    """Write the tokens of a block that may win, or infinities if there are too many of them or a NaN.
 
-    Token i wins where E_i · w_i is least, E being -log u of its noise u, w its distance from the highest score, e to
-    that power. With t = 1 - u, 2 t / (2 - t) <= E <= t / √u.
+    Token i wins if E_i · w_i is least, where E = -log u for its noise u, and w is e to the power of its distance from
+    the highest score. With t = 1 - u, 2 t / (2 - t) <= E <= t / √u.
     """
     row = tl.program_id(0).to(tl.int64)
     ids, values, scaled = _scaled_block(scores, rules, stride, vocab, row, BLOCK)
@@ -85,7 +84,7 @@ def _contenders(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _masses(scores, rules, masses, stride, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write to (rows, blocks, 2) float64 a block's highest scaled score, and its sum of exponentials beside that."""
+    """Write a block's highest scaled score, and its sum of exponentials relative to that, to (rows, blocks, 2)."""
     row = tl.program_id(0).to(tl.int64)
     _, _, scaled = _scaled_block(scores, rules, stride, vocab, row, BLOCK)
     wide = scaled.to(tl.float64)
@@ -97,7 +96,7 @@ def _masses(scores, rules, masses, stride, vocab, BLOCK: tl.constexpr):  # type:
 
 @triton.jit
 def _least_key(keys, weights, wanted, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest key at and above which weights add up to what is wanted; 0 where all do not."""
+    """Return the largest key such that weights at and above it add up to a sum; 0 if all together do not."""
     found = tl.full((), 0, tl.int64)
     step = tl.full((), 1 << (BITS - 1), tl.int64)
     for _ in range(BITS):
@@ -120,7 +119,7 @@ def _draw(  # type: ignore[no-untyped-def]
     BLOCKS: tl.constexpr,
     WHOLE: tl.constexpr,  # whether no other token may come
 ):
-    """Draw one of a row's candidates that its rules leave; -1 where that is not sure."""
+    """Draw one of a row's candidates that its rules leave; -1 if that is uncertain."""
     row = tl.program_id(0).to(tl.int64)
     key = tl.load(rules + row * _FIELDS)
     temperature = tl.load(rules + row * _FIELDS + 1).to(tl.float64, bitcast=True)
@@ -178,8 +177,8 @@ def sample_rows(scores: torch.Tensor, rules: NDArray[np.void]) -> torch.Tensor:
     scores
         (rows, vocab), last axis contiguous; the penalty has been applied.
     rules
-        (rows,) on the host: `key` uint64, `temperature` float64, `top_k` int64, `top_p` and `log_min_p` float64, of
-        which 0, 1 and -inf truncate nothing. Rows that are truncated and rows that are not are better drawn apart.
+        (rows,) on the host: `key` uint64, `temperature` float64, `top_k` int64, `top_p` and `log_min_p` float64; the
+        last three truncate nothing at 0, 1 and -inf. Truncated and other rows are better drawn separately.
 
     Returns
     -------

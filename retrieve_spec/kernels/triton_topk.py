@@ -1,6 +1,6 @@
-"""Triton kernels of the most probable tokens of every row of a pass: per block of the vocabulary, then per row.
+"""Triton kernels that find the most probable tokens of every row: per block of the vocabulary, then per row.
 
-Nothing is computed but order, so results are exact. With TRITON_INTERPRET=1 the kernels run on the CPU.
+Only comparisons are computed, so results are exact. With TRITON_INTERPRET=1, the kernels run on the CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _BLOCK = 2048
 
 @triton.jit
 def level_of(values):  # type: ignore[no-untyped-def]
-    """Whole numbers of 32 bits ordered as float32 values are, -0 as 0 and NaN above all."""
+    """Map float32 values to 32-bit integers of the same order, with -0 as 0 and NaN above all."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     level = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
     return tl.where(values == values, level, 4294967295)
@@ -22,13 +22,13 @@ def level_of(values):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def order_of(level, ids):  # type: ignore[no-untyped-def]
-    """Numbers of 63 bits ordered by level, equal ones by falling id: the lowest token id is the largest."""
+    """Combine levels and token ids to 63-bit integers: ordered by level, then by descending id."""
     return (level << 31) | (0x7FFFFFFF - ids)
 
 
 @triton.jit
 def _largest_of_blocks(scores, orders, stride, vocab, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write to (rows, blocks · K) the orders of a block's K largest entries; -1 where there are fewer."""
+    """Write the orders of a block's K largest entries to (rows, blocks · K); -1 if there are fewer."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     inside = ids < vocab
@@ -53,7 +53,7 @@ def _largest_of_rows(  # type: ignore[no-untyped-def]
     COUNT: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):
-    """Write a row's largest token, its K largest, the bits of their float32 values, and what was chosen."""
+    """Write a row's largest token, its K largest, the bits of their float32 values, and the chosen token."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, COUNT)
     left = tl.load(orders + row * count + i, i < count, -1)
@@ -74,22 +74,22 @@ def _largest_of_rows(  # type: ignore[no-untyped-def]
 
 
 def pack_largest(logits: torch.Tensor, k: int, chosen: torch.Tensor | None) -> torch.Tensor:
-    """The most probable tokens of every row, side by side for one copy.
+    """Return the most probable tokens of every row in one tensor, for one copy to the host.
 
     Parameters
     ----------
     logits
         (rows, vocab), last axis contiguous.
     k
-        How many of a row, at most vocab.
+        Number of tokens per row, at most vocab.
     chosen
-        (rows,) int64 tokens that were chosen, or None.
+        (rows,) int64 chosen tokens, or None.
 
     Returns
     -------
     Tensor
-        (rows, 2 + 2 · k) int32: a row's first token, its k first by falling logit (equal ones by id), the bits of their
-        logits as float32, and what was chosen, by default the first.
+        (rows, 2 + 2 · k) int32: a row's most probable token, its k most probable by descending logit (ties by id), the
+        bits of their logits as float32, and the chosen token, by default the first.
     """
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, _BLOCK)

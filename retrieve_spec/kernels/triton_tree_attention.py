@@ -1,15 +1,15 @@
-"""Triton tree attention: queries of draft trees over prefix and tree in one launch, a merge in another.
+"""Triton tree attention: queries of draft trees over prefix and tree in one launch, then a merge.
 
-Queries that share a key head are stacked, so a key is read once per group; the tree block's mask is one bit per pair of
-rows, and the prefix has none; a long context is split over programs whose partial results are merged by log-sum-exp.
-Lengths are read from device memory, so that a captured CUDA graph can be replayed as the cache grows, and numbers that
-change from pass to pass are no reason to compile again. The trees of several texts, each with a cache of its own, take
-the same launches as one, after one that writes their keys and values to their slabs: where rows and slabs stand is
-read from device memory, too. With TRITON_INTERPRET=1 the kernels run on the CPU.
+Queries that share a key head are stacked, so a key is read once per group. The mask within the tree has one bit per
+pair of rows; the prefix has no mask. A long context is split over programs, whose partial results are merged by
+log-sum-exp. Lengths are read from device memory, so that a captured CUDA graph can be replayed while the cache grows,
+and numbers that change from pass to pass cause no recompilation. Trees of several texts, each with its own cache, take
+the same launches as one, after a launch that writes their keys and values to their slabs: positions of rows and slabs
+are also read from device memory. With TRITON_INTERPRET=1, the kernels run on the CPU.
 
-Exact attention adds up what a query sees in an order that its position alone decides, bit for bit the same whatever
-stands beside it in a pass: blocks of keys that were held before any pass with this query, by numbers that depend on
-nothing else, then the last keys in front of it one by one, as drafts of a tree stand between those that it sees.
+Exact attention adds up a query's keys in an order that depends on its position only, so that results are bitwise
+independent of the other rows in a pass: first, in fixed blocks, the keys that precede any pass with this query, then
+the last keys before it one by one, since rows of other branches lie between those that it sees.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from retrieve_spec.kernels.triton_rows import overlap, take_turn
 MAX_SPLITS = 32
 _KEYS_PER_SPLIT = 256
 ZONE: tl.constexpr = tl.constexpr(64)
-"""Keys in front of a query that are added up one by one, up to twice as many; a multiple of every block of keys.
+"""Number of keys before a query (up to twice as many) that are added one by one; a multiple of all key blocks.
 
-The rows of a text in an exact pass are at most as many: before a pass it holds the blocks of all of them.
+A text has at most so many rows in an exact pass, so that all full blocks precede the pass.
 """
 
 
 def num_splits(kv_heads: int, height: int, capacity: int, processors: int) -> int:
-    """How many programs share one context: what fills the GPU once, none with less than a few key blocks."""
+    """Return the number of programs per context: enough to fill the GPU once, each with at least a few key blocks."""
     wanted = 2 * processors // max(1, kv_heads * -(-height // 64))
     return max(1, min(MAX_SPLITS, -(-capacity // _KEYS_PER_SPLIT), wanted))
 
 
 def launch_options(height: int, width: int, itemsize: int) -> dict[str, int]:
-    """Block sizes and pipeline depth that fit the shared memory of GPUs since 2020 (99 KiB a program).
+    """Return block sizes and pipeline depth that fit the shared memory of GPUs since 2020 (99 KiB per program).
 
-    Float32 products run without tensor cores, fully unrolled: small blocks keep their compilation short.
+    Float32 products do not use tensor cores and are fully unrolled, so small blocks keep compilation short.
     """
     block_d = max(16, triton.next_power_of_2(width))
     if itemsize > 2:
@@ -60,25 +60,25 @@ def packed_tree_attention(
     splits: int = 1,
     exact: bool = False,
 ) -> torch.Tensor:
-    """Attention of one pass over several texts, whose keys and values are written to their slabs first.
+    """Write the keys and values of a pass over several texts to their slabs, then compute attention.
 
     Parameters
     ----------
     query
-        (heads, rows, d), last axis contiguous; the rows of a text stand together.
+        (heads, rows, d), last axis contiguous; the rows of a text are adjacent.
     keys, values
         (kv_heads, rows, d) of the pass, last axis contiguous.
     texts, rule
-        Which rows see which, where older keys and values lie, and what the layer does with scores.
+        Masks and slabs of the texts, and parameters of the layer's scores.
     layer
-        Which layer of the slabs.
+        Index of the layer in the slabs.
     block
-        Queries of a tile: `BLOCK_M` of the `launch_options` that the tiles were made for.
+        Queries per tile: `BLOCK_M` of the `launch_options` for which the tiles were made.
     splits
-        Programs that share one context, at most `MAX_SPLITS`.
+        Programs per context, at most `MAX_SPLITS`.
     exact
-        Give a row the same bits whatever stands beside it, in passes of one `block` and `splits`; a text has `ZONE`
-        rows at most.
+        Whether results of a row are bitwise independent of other rows, in passes with equal `block` and `splits`; a
+        text then has at most `ZONE` rows.
 
     Returns
     -------
@@ -119,21 +119,21 @@ def move_rows(
     starts: torch.Tensor,
     sources: torch.Tensor,
 ) -> None:
-    """Move the rows of all texts, in all layers, that their last commits kept out of place.
+    """Move the rows that the last commits kept to their final positions, for all texts and layers.
 
     Parameters
     ----------
     kind
-        (…, kv_heads, …, d) of the type that slabs hold, of any size; not read.
+        (…, kv_heads, …, d) tensor of the slabs' dtype and of any size, which is not read.
     places
-        (2, layers) int32: which slab holds a layer, and its place there.
+        (2, layers) int32 slab of each layer, and its index there.
     slabs, prefix
-        (slabs, texts, 3) and (slabs, texts), by slab as for `packed_tree_attention`.
+        (slabs, texts, 3) and (slabs, texts): for each slab, as for `packed_tree_attention`.
     starts
-        (texts + 1,) int32, where a text's part of `sources` begins.
+        (texts + 1,) int32 start of each text's part of `sources`.
     sources
-        int32: where the last n rows that a text holds stand, ascending, counted from the first of them; n is the length
-        of its part.
+        int32 present positions of each text's last n rows, ascending, relative to the first; n is the length of its
+        part.
     """
     width = kind.shape[-1]
     move_kept_rows[(places.shape[1], kind.shape[-3], slabs.shape[1])](
@@ -144,7 +144,7 @@ def move_rows(
 
 @triton.jit
 def _capped(s, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores under the soft cap, if there is one."""
+    """Apply the soft cap to scores, if there is one."""
     if CAPPED:
         s = softcap * (2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0)
     return s
@@ -152,14 +152,14 @@ def _capped(s, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scores(q, keys, n, inside, d, scale, softcap, D: tl.constexpr, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores of a block of keys."""
+    """Return the scores of a block of keys."""
     k = tl.load(keys + n[:, None] * D + d[None, :], inside[:, None] & (d[None, :] < D), 0.0)
     return _capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, CAPPED)
 
 
 @triton.jit
 def _fold(s, values, n, inside, d, best, weight, acc, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Online softmax: the running maximum, sum and output with a block of values."""
+    """Update the running maximum, sum and output of an online softmax by a block of values."""
     top = tl.maximum(best, tl.max(s, 1))
     base = tl.where(top == float("-inf"), 0.0, top)
     p = tl.exp(s - base[:, None])
@@ -171,7 +171,7 @@ def _fold(s, values, n, inside, d, best, weight, acc, D: tl.constexpr):  # type:
 
 @triton.jit
 def _slab_of(slabs, text, layer, head, heads, keys, values, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a text keeps the keys and values of one head of a layer, of the types that `keys` and `values` have."""
+    """Return pointers to a text's keys and values of one head of a layer, with the dtypes of `keys` and `values`."""
     at = (layer * heads + head) * tl.load(slabs + 3 * text + 2) * D
     key_slab = tl.multiple_of(tl.load(slabs + 3 * text).to(keys.dtype), 16)
     value_slab = tl.multiple_of(tl.load(slabs + 3 * text + 1).to(values.dtype), 16)
@@ -211,7 +211,7 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
     EXACT: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Attention of a block of queries to a share of the keys, and the logarithm of its softmax denominator."""
+    """Compute attention of a block of queries to a split of the keys, and the log of the softmax denominator."""
     take_turn(OVERLAP)
     head = tl.program_id(0).to(tl.int64)  # a long cache of many heads has more elements than 32 bits count
     split = tl.program_id(2)
@@ -325,7 +325,7 @@ def merge_splits(  # type: ignore[no-untyped-def]
     SINKS: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Partial outputs weighed by their share of the softmax denominator."""
+    """Merge partial outputs, weighted by their shares of the softmax denominator."""
     take_turn(OVERLAP)
     m = tl.program_id(0)  # of a model with one key head there may be more than the 65,535 of another axis
     head = tl.program_id(1)
@@ -366,7 +366,7 @@ def store_rows(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Write one row's keys and values of one head after what its text's slab holds."""
+    """Append one row's keys and values of one head to its text's slab."""
     take_turn(OVERLAP)
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -390,9 +390,9 @@ def move_kept_rows(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Move the last rows held of one text, of one head of a layer, to where they belong.
+    """Move the last rows of one text, for one head of a layer, to their final positions.
 
-    No source lies before its row, so that going through them in order overwrites none that is still to be read.
+    No row moves backwards past another, so moving them in order overwrites none that is still to be read.
     """
     layer = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)

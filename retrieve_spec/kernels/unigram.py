@@ -1,18 +1,17 @@
-"""Numba kernels of the empty context: tokens of the text that are likely anywhere, ranked by what is known of them.
+"""Numba kernels of the empty context: the text's tokens that are likely anywhere, ranked by learned rates.
 
-Listed are the `RECENT` tokens that came last and the `FREQUENT` most frequent ones. A token's share is the rate at
-which tokens of its cell (age, count, said in the answer or only in the prompt) came when no longer context explained
-the next token, times how much more often than that tokens of its class (a word that begins, a comma, a digit) came
-after tokens of the classes of the last two, divided by the sum over the list. Both are learned online, over all
-requests. Where no tokenizer is known, all tokens are of one class.
+The list has the last `RECENT` tokens and the `FREQUENT` most frequent ones. A token's share is proportional to the
+rate of its cell (age, count, in the answer or only in the prompt), which is how often tokens of that cell came when no
+longer context explained the next token, times the factor of its class (a word beginning, a comma, a digit) after the
+classes of the last two tokens. Both are learned online over all requests. Without a tokenizer, there is one class.
 
 ``stats`` (vocabulary, 4) int32: 1 + position of the last occurrence (0: never), count, whether it was generated, class.
 ``recent`` (RECENT,) and ``frequent`` (FREQUENT,) int32 token ids, newest first and most frequent first. ``meta``
-(LIST_META,) int64: tokens, distinct tokens, recent tokens, frequent tokens, listed tokens, highest id, number of the
-list. ``rates`` (2 · RATES,) float32: how often tokens of a cell came, of how many chances. ``factors`` (CLASSES +
-PLACES, 2 · CLASSES) float32: how often tokens of a class came, and were expected by rates alone; after a class, then
-after two. A place is both of them, ``16 · older + newer``. ``by_classes`` (PLACES, LISTED) float32: shares at a place,
-as of the list that ``versions`` (PLACES,) int64 says.
+(LIST_META,) int64: numbers of tokens, distinct, recent, frequent and listed tokens, highest id, version of the list.
+``rates`` (2 · RATES,) float32: how often tokens of a cell came, and number of chances. ``factors`` (CLASSES + PLACES,
+2 · CLASSES) float32: how often tokens of a class came, and how often rates alone predicted that, after one class, then
+after two. A place is a pair of classes, ``16 · older + newer``. ``by_classes`` (PLACES, LISTED) float32: shares at a
+place, for the version of the list in ``versions`` (PLACES,) int64.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from retrieve_spec.kernels.views import Record, prefetch, view_f32, view_i32, vi
 
 RECENT, FREQUENT = 32, 32
 LISTED = RECENT + FREQUENT
-"""Tokens of the list at most."""
+"""Most tokens in the list."""
 AGES, COUNTS = 14, 9
 RATES = AGES * COUNTS * 2
 RATE_PRIOR, RATE_MEMORY = 20.0, 4000.0
-"""Chances that the prior of a rate counts for, and after how many a rate forgets as fast as it learns."""
+"""Weight of a rate's prior in chances, and number of chances after which a rate forgets as fast as it learns."""
 CLASSES = 16
 PLACES = CLASSES * CLASSES
 FACTOR_PRIOR = 2.0
-"""Expected tokens that the prior of a factor counts for: after a class it is one, after two that of the newer class."""
+"""Weight of a factor's prior in expected tokens; it is 1 after one class, and the newer class's factor after two."""
 LAST, OCCURRENCES, GENERATED, CLASS = range(4)
 STATS = 4
 NUM_TOKENS, DISTINCT, NUM_RECENT, NUM_FREQUENT, NUM_LISTED, HIGHEST, VERSION = range(7)
@@ -42,7 +41,7 @@ LIST_META = 7
 
 @inner
 def log2(n: int) -> int:
-    """Logarithm of a positive number, rounded down."""
+    """Return the binary logarithm of a positive number, rounded down."""
     b = 0
     for step in (16, 8, 4, 2, 1):
         if n >> step > 0:
@@ -53,7 +52,7 @@ def log2(n: int) -> int:
 
 @inner
 def cell_of(age: int, count: int, generated: int) -> int:
-    """Row of ``rates``: ages 1, 2, 3, 4, 5-7, then octaves; counts 1, 2, 3, then octaves."""
+    """Return a row of ``rates``: ages 1, 2, 3, 4, 5-7, then octaves; counts 1, 2, 3, then octaves."""
     a = age - 1 if age <= 4 else min(log2(age) + 2, AGES - 1)
     c = count - 1 if count <= 3 else min(log2(count) + 1, COUNTS - 1)
     return (a * COUNTS + c) * 2 + generated
@@ -76,7 +75,7 @@ def _to_front(recent: NDArray[np.int32], meta: NDArray[np.int64], token: int, li
 
 @inner
 def _rise(stats: NDArray[np.int32], frequent: NDArray[np.int32], meta: NDArray[np.int64], token: int) -> None:
-    """Put a token that was counted once more in its place among the most frequent, if it is one of them."""
+    """Move a token whose count has increased to its rank among the most frequent ones, if it is one of them."""
     n, count = meta[NUM_FREQUENT], stats[token, OCCURRENCES]
     if n == FREQUENT and stats[frequent[n - 1], OCCURRENCES] > count:
         return
@@ -98,7 +97,7 @@ def _rise(stats: NDArray[np.int32], frequent: NDArray[np.int32], meta: NDArray[n
 
 @inner
 def ask_for(listing: Record, token_ids: NDArray[np.int32]) -> None:
-    """Ask memory for what `extend` will read."""
+    """Prefetch what `extend` will read."""
     stats, known = listing.stats, listing.num_stats
     recent, frequent = view_i32(listing.recent, RECENT), view_i32(listing.frequent, FREQUENT)
     meta = _meta(listing)
@@ -130,9 +129,9 @@ def place_after(listing: Record, place: int, token: int) -> int:
 
 @inner
 def extend(listing: Record, token_ids: NDArray[np.int32], generated: int) -> None:
-    """Take tokens (n,) into the text of a source, ``generated`` (1) or not (0), and rank anew.
+    """Append tokens (n,) to a source's text, ``generated`` (1) or not (0), and update the list.
 
-    Ids beyond ``stats`` are not counted. What is listed are token ids, ``CLASSES`` times their cells plus classes, and
+    Ids beyond ``stats`` are not counted. The list has token ids, ``CLASSES`` times their cells plus classes, and
     shares, which add up to one.
     """
     stats, meta = _stats(listing), _meta(listing)
@@ -174,13 +173,13 @@ def extend(listing: Record, token_ids: NDArray[np.int32], generated: int) -> Non
 
 @inner
 def listed(listing: Record) -> int:
-    """How many tokens the list of a source holds."""
+    """Return the number of tokens in a source's list."""
     return np.int64(_meta(listing)[NUM_LISTED])
 
 
 @inner
 def evidence(listing: Record) -> tuple[int, int]:
-    """(tokens of the text, distinct ones)"""
+    """Return the numbers of tokens and of distinct tokens of the text."""
     meta = _meta(listing)
     return np.int64(meta[NUM_TOKENS]), np.int64(meta[DISTINCT])
 
@@ -192,7 +191,7 @@ def _factors(listing: Record, row: int) -> NDArray[np.float32]:
 
 @making
 def shares_at(listing: Record, place: int) -> NDArray[np.float32]:
-    """(LISTED,) shares of the listed tokens at a place; computed when it is first asked for."""
+    """Return the shares of the listed tokens at a place, (LISTED,), computed on first use."""
     meta, versions = _meta(listing), view_i64(listing.versions, PLACES)
     here = view_f32(listing.by_classes + 4 * LISTED * place, LISTED)
     if versions[place] == meta[VERSION]:
@@ -222,7 +221,7 @@ def read(
     out_tokens: NDArray[np.int32],
     out_p: NDArray[np.float32],
 ) -> int:
-    """Write the tokens of the list with a share of at least ``least``, and their shares; returns how many."""
+    """Write the listed tokens with a share of at least ``least``, and their shares; return how many."""
     tokens, shares = view_i32(listing.tokens, LISTED), shares_at(listing, place)
     n = 0
     for i in range(listed(listing)):
@@ -235,7 +234,7 @@ def read(
 
 @inner
 def share_of(listing: Record, place: int, token: int) -> float:
-    """Share of a token at a place, 0 when it is not listed."""
+    """Return the share of a token at a place, 0 if it is not listed."""
     tokens = view_i32(listing.tokens, LISTED)
     for i in range(listed(listing)):
         if tokens[i] == token:
@@ -245,13 +244,13 @@ def share_of(listing: Record, place: int, token: int) -> float:
 
 @inner
 def _fade(of: NDArray[np.float32], at: int) -> float:
-    """What is kept of a pair of counts when one more is added."""
+    """Return the factor by which a pair of counts fades when an observation is added."""
     return 1.0 - 1.0 / RATE_MEMORY if of[at + 1] > RATE_MEMORY else 1.0
 
 
 @making
 def learn(listing: Record, place: int, token: int, reached: float, explained: float) -> None:
-    """Learn from a token that came at a place: the list was reached, and explained it, with these probabilities."""
+    """Learn from a token at a place, where the list was reached, and explained it, with these probabilities."""
     tokens, cells = view_i32(listing.tokens, LISTED), view_i32(listing.cells, LISTED)
     shares, rates = view_f32(listing.shares, LISTED), view_f32(listing.rates, 2 * RATES)
     expected = np.zeros(2 * CLASSES, np.float64)

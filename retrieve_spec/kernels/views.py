@@ -1,8 +1,7 @@
-"""Arrays from addresses: let one compiled kernel walk any number of sources without recompiling.
+"""Arrays from addresses, so that one compiled kernel handles any number of sources.
 
-A source hands out a row of integers (addresses and sizes) together with the arrays (`sources/rows.py`); whoever calls
-a kernel holds both. Views are intrinsics, not functions that Numba inlines: there are hundreds of calls, and each would
-be compiled again.
+A source has a row of integers (addresses and sizes), and its arrays (`sources/rows.py`); the caller of a kernel holds
+both. Views are intrinsics instead of inlined functions, since each of the hundreds of calls would compile these again.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Record = Any
 if config.DISABLE_JIT:
 
     def _viewer(dtype: Any, dimensions: int = 1) -> Callable[..., NDArray[Any]]:
-        """What makes an array of an address and a shape."""
+        """Return the constructor of an array from an address and a shape."""
         ctype = np.ctypeslib.as_ctypes_type(dtype)
 
         def view(address: int, *shape: int) -> NDArray[Any]:
@@ -37,7 +36,7 @@ if config.DISABLE_JIT:
         return view
 
     def records_at(dtype: Any) -> Callable[..., Any]:
-        """What makes an array of records of an address and their number."""
+        """Return the constructor of an array of records from an address and their number."""
         named = np.dtype((np.record, dtype))
 
         def view(address: int, count: int) -> Any:
@@ -48,35 +47,35 @@ if config.DISABLE_JIT:
         return view
 
     def record_at(dtype: Any) -> Callable[[int], Any]:
-        """What makes a record of an address."""
+        """Return the constructor of a record from an address."""
         view = records_at(dtype)
         return lambda address: view(address, 1)[0]
 
     def prefetch(address: int) -> None:
-        """Ask memory for the line at an address; nothing waits for it."""
+        """Prefetch the cache line at an address."""
 
     def borrowed(array: Any) -> Any:
-        """The same array, not counted as a reference to it."""
+        """Return an array without counting the reference."""
         return array
 
     def take_ticket(address: int) -> int:
-        """The int64 at an address, which grows by one."""
+        """Increment the int64 at an address; return its old value."""
         counter = np.ctypeslib.as_array((ctypes.c_int64 * 1).from_address(int(address)))
         counter[0] += 1
         return int(counter[0]) - 1
 
     def tickets_taken(address: int) -> int:
-        """The int64 at an address, with what threads wrote before they took the last ticket."""
+        """Return the int64 at an address; what threads wrote before they took the last ticket is then visible."""
         return int(np.ctypeslib.as_array((ctypes.c_int64 * 1).from_address(int(address)))[0])
 
     def place_among_eight(address: int, token: int) -> int:
-        """Which of the eight int32 at an address is the first that equals this one, 8 if none does."""
+        """Return the index of the first of eight int32 at an address that equals `token`, 8 if none does."""
         return [*np.ctypeslib.as_array((ctypes.c_int32 * 8).from_address(int(address))).tolist(), token].index(token)
 
 else:
 
     def _viewer(dtype: Any, dimensions: int = 1) -> Callable[..., NDArray[Any]]:
-        """What makes an array of an address and a shape."""
+        """Return the constructor of an array from an address and a shape."""
         array = types.Array(from_dtype(np.dtype(dtype)), dimensions, "C")
         bytes_each = np.dtype(dtype).itemsize
 
@@ -121,7 +120,7 @@ else:
     records_at = _viewer
 
     def record_at(dtype: Any) -> Callable[[int], Any]:
-        """What makes a record of an address."""
+        """Return the constructor of a record from an address."""
         record = from_dtype(dtype)
 
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -135,7 +134,7 @@ else:
 
     @intrinsic
     def prefetch(_context: Any, address: Any) -> Any:
-        """Ask memory for the line at an address; nothing waits for it."""
+        """Prefetch the cache line at an address."""
 
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
             pointer = builder.inttoptr(args[0], context.get_value_type(types.voidptr))
@@ -151,7 +150,7 @@ else:
 
     @intrinsic
     def take_ticket(_context: Any, address: Any) -> Any:
-        """The int64 at an address, which grows by one: no two threads get the same."""
+        """Atomically increment the int64 at an address; return its old value, different for every thread."""
 
         def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
             word = ir.IntType(64)
@@ -161,7 +160,7 @@ else:
 
     @intrinsic
     def tickets_taken(_context: Any, address: Any) -> Any:
-        """The int64 at an address, with what threads wrote before they took the last ticket."""
+        """Return the int64 at an address; what threads wrote before they took the last ticket is then visible."""
 
         def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
             pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -171,9 +170,9 @@ else:
 
     @intrinsic
     def place_among_eight(_context: Any, address: Any, token: Any) -> Any:
-        """Which of the eight int32 at an address is the first that equals this one, 8 if none does.
+        """Return the index of the first of eight int32 at an address that equals `token`, 8 if none does.
 
-        Without a branch, whose outcome nothing could predict: eight are compared at once.
+        All eight are compared at once, without an unpredictable branch.
         """
 
         def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Arithmetic of a model's passes on a CPU; it knows no draft.
+"""Arithmetic of a model's passes on a CPU, independent of drafting.
 
-Products with weights of 4, 8, 16 and 32 bits, attention and what a decoder layer does besides, as programs that one
-compiled call runs (`RowProgram`), or one operation at a time (`row_product`, `packed_product`, `layer_rows`). This is
-the package's one door: code outside of it imports from here.
+Products with weights of 4, 8, 16 and 32 bits, attention, and the other operations of a decoder layer, as programs that
+one compiled call runs (`RowProgram`), or one operation at a time (`row_product`, `packed_product`, `layer_rows`). Code
+outside the package imports from here only.
 """
 
 from retrieve_spec.kernels.compiled_code import drop_stale_kernels

@@ -1,11 +1,11 @@
-"""Products of bfloat16 by Intel's matrix instructions (AMX), built as LLVM code for Numba.
+"""Products of bfloat16 by Intel's matrix instructions (AMX), generated as LLVM code for Numba.
 
-A tile is a register of 16 rows of 64 bytes. One instruction adds to 16 · 16 sums the products of 32 numbers of 16 rows
-of weights, as they lie in memory, with those of 16 rows of a pass, which lie interleaved. Each sum has a lane of its
-own, and one order: a row's results are the same bit for bit whatever other rows stand beside it. Denormal numbers are
-taken, and left, as zeros.
+A tile is a register of 16 rows of 64 bytes. One instruction multiplies 16 rows of weights, in their normal layout, by
+16 interleaved rows of a pass, 32 numbers each, and adds the products to 16 · 16 sums. Each sum has its own lane and a
+fixed order, so a row's results are bitwise independent of the other rows. Denormal inputs and results
+are treated as zeros.
 
-For units without these instructions, and for other formats, there is no code.
+No code is generated for other units and formats.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from retrieve_spec.kernels.cpu.vector_units import VectorUnit
 
 TILE_BYTES = 1024
 MOST_BLOCKS = 4
-"""Blocks of 16 rows that are multiplied at once. Their sums have a tile each, weights one, and the rows the others."""
+"""Blocks of 16 rows multiplied together: their sums have a tile each, weights one, and rows the others."""
 _TILES, _WEIGHTS = 8, MOST_BLOCKS
 _CONFIGURATION = [1, *[0] * 15, *[64, 0] * _TILES, *[0] * (32 - 2 * _TILES), *[LANES] * _TILES, *[0] * (16 - _TILES)]
-"""What a thread says of its tiles: palette 1, then of each tile the bytes of a row, and its rows."""
+"""Tile configuration: palette 1, then bytes per row and number of rows of each tile."""
 
 
 def _has_code(unit: VectorUnit, like: Any) -> bool:
@@ -51,13 +51,13 @@ def _has_code(unit: VectorUnit, like: Any) -> bool:
 
 
 def _amx(builder: Any, name: str, *args: Any) -> None:
-    """One instruction; tiles are given by their numbers, addresses as words."""
+    """Emit an instruction; tiles are given by number, addresses as words."""
     given = (BYTE(arg) if isinstance(arg, int) else arg for arg in args)
     call(builder, f"llvm.x86.{name}", ir.VoidType(), *given)
 
 
 def amx_configure(unit: VectorUnit) -> Any:
-    """Compiled function that a thread calls before products of a format: what ran before may have used tiles, too."""
+    """Return a compiled function that a thread calls before products: earlier code may have configured tiles, too."""
 
     @intrinsic
     def configure(_context: Any, like: Any) -> Any:
@@ -76,7 +76,7 @@ def amx_configure(unit: VectorUnit) -> Any:
 
 
 def amx_release(unit: VectorUnit) -> Any:
-    """Compiled function that a thread calls after its last product."""
+    """Return a compiled function that a thread calls after its last product."""
 
     @intrinsic
     def release(_context: Any, like: Any) -> Any:
@@ -91,10 +91,10 @@ def amx_release(unit: VectorUnit) -> Any:
 
 
 def amx_interleave(unit: VectorUnit) -> Any:
-    """Compiled function that interleaves a block of 16 rows: pairs of numbers of one row after another.
+    """Return a compiled function that interleaves 16 rows by pairs of numbers.
 
-    Its parameters: a number of the format; the address of the first row; the last one that there is, which stands for
-    those after it; chunks of 64 bytes of a row; the address of as many tiles.
+    Its parameters: a number of the format; the address of the first row; the index of the last row, which is repeated
+    for missing ones; the number of 64-byte chunks per row; the address of as many output tiles.
     """
 
     @intrinsic
@@ -121,12 +121,12 @@ def amx_interleave(unit: VectorUnit) -> Any:
 
 
 def amx_product(unit: VectorUnit) -> Any:
-    """Compiled function of 16 results of up to 64 rows.
+    """Return a compiled function that computes 16 outputs of up to 64 rows.
 
-    Its parameters: a number of the format; blocks of 16 rows, and the last row that there is, which stands for those
-    after it; the addresses of the first of 16 rows of weights (the 16 rows after them are prefetched), and of the
-    interleaved blocks; chunks of 64 bytes of a row; addresses of 16 numbers to add and of the first row's results, and
-    how many bytes are between two rows' results.
+    Its parameters: a number of the format; the number of blocks of 16 rows, and the index of the last row, which is
+    repeated for missing ones; the addresses of the first of 16 rows of weights (the next 16 are prefetched), and of the
+    interleaved blocks; the number of 64-byte chunks per row; the addresses of 16 numbers to add and of the first row's
+    results, and the stride of results in bytes.
     """
 
     @intrinsic
@@ -146,7 +146,7 @@ def amx_product(unit: VectorUnit) -> Any:
             following = builder.add(weights, builder.mul(row_bytes, LONG(LANES)))
 
             def code(count: int) -> None:
-                """The sums of so many blocks."""
+                """Emit the sums of a number of blocks."""
                 for block in range(count):
                     _amx(builder, "tilezero", block)
 
@@ -171,7 +171,7 @@ def amx_product(unit: VectorUnit) -> Any:
                     _amx(builder, "tilestored64", block, pointer(builder, at), LONG(64))
 
             def finish(block: Any, _: list[Any]) -> list[Any]:
-                """Write the results of a block: sums have a row for each row of weights."""
+                """Emit code that writes a block's results; sums have a row per row of weights."""
                 at, first = builder.add(sums, builder.mul(block, LONG(TILE_BYTES))), builder.mul(block, LONG(LANES))
                 by_weight = [load(builder, at, 64 * i, vector(FLOAT, LANES), 4) for i in range(LANES)]
                 added = numbers.load(builder, bias, LANES)

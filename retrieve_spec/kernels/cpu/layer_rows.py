@@ -1,7 +1,7 @@
-"""Row work on a CPU: what a decoder layer does besides products and attention, one call each.
+"""Operations of a decoder layer on a CPU other than products and attention, one call each.
 
-The twin of `retrieve_spec.kernels.triton_rows`: each kernel rounds to the rows' format where the operations it
-stands for do, so results differ at most where a sum is added up in another order.
+Like `retrieve_spec.kernels.triton_rows`: each kernel rounds to the rows' format where the operations it replaces do, so
+results differ at most by the order of a sum.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _sum_of_squares(row: NDArray[Any]) -> np.float32:
 def normalise_rows(
     x: int, other: int, weight: int, total: int, out: int, rows: int, width: int, eps: np.float32, like: Any
 ) -> None:
-    """RMS normalisation of (rows, width) numbers at addresses; `other`, unless 0, is added first, giving `total`."""
+    """Normalise (rows, width) numbers at addresses by RMS; `other`, unless 0, is added first and gives `total`."""
     factors = view_numbers(weight, width, like)
     for r in range(rows):
         at = bytes_of(like) * r * width
@@ -52,7 +52,7 @@ def rotate_heads(
     x: int, cos: int, sin: int, out: int, heads: int, rows: int, half: int, head_stride: int, row_stride: int,
     like: Any,
 ) -> None:  # fmt: skip
-    """Rotary embedding of heads at addresses, strides in elements, into the layout (rows, heads, 2 · half)."""
+    """Apply rotary embedding to heads at addresses (strides in elements), with output (rows, heads, 2 · half)."""
     size = bytes_of(like)
     for r in range(rows):
         angle = 2 * size * r * half
@@ -69,7 +69,7 @@ def rotate_heads(
 
 @inner
 def exp(x: np.float32) -> np.float32:
-    """e to the power of x, of which the compiler makes vectors (Cephes' expf)."""
+    """Return e to the power of x, in a form that the compiler vectorises (Cephes' expf)."""
     x = min(max(x, np.float32(-87.3)), np.float32(89.0))  # infinite from 88.4 on
     whole = np.rint(x * np.float32(1.44269504))
     rest = x - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
@@ -84,7 +84,7 @@ def exp(x: np.float32) -> np.float32:
 
 @njit(cache=True, nogil=True, error_model="numpy")  # of divisions that are looked at there are no vectors
 def gate_row(gate: int, up: int, out: int, width: int, like: Any) -> None:
-    """`silu(gate) · up` of numbers at addresses."""
+    """Compute `silu(gate) · up` for numbers at addresses."""
     gates, ups, outs = view_numbers(gate, width, like), view_numbers(up, width, like), view_numbers(out, width, like)
     for i in range(width):
         opened = wide(gates[i])
@@ -93,7 +93,7 @@ def gate_row(gate: int, up: int, out: int, width: int, like: Any) -> None:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS normalisation of (…, d) rows with weight (d,) (Zhang & Sennrich, 2019)."""
+    """Normalise (…, d) rows by their RMS with weight (d,) (Zhang & Sennrich, 2019)."""
     x, width = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
     normalise_rows(
@@ -105,7 +105,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x + other` of one shape (…, d), and the RMS normalisation of that."""
+    """Return `x + other`, both (…, d), and its RMS normalisation."""
     x, other, width = x.contiguous(), other.contiguous(), x.shape[-1]
     total, out = torch.empty_like(x), torch.empty_like(x)
     normalise_rows(
@@ -116,9 +116,9 @@ def add_rms_norm(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding by halves (Su et al., 2021) of (1, heads, rows, d) with (1, 1, rows, d) cosine and sine.
+    """Apply rotary embedding by halves (Su et al., 2021) to (1, heads, rows, d); cosine and sine are (1, 1, rows, d).
 
-    Each product and the sum are rounded, as torch does; the heads of a row lie side by side in the result.
+    Each product and the sum are rounded as in torch; the heads of a row are adjacent in the result.
     """
     _, heads, rows, width = x.shape
     x = x if x.stride(3) == 1 else x.contiguous()
@@ -142,12 +142,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def rotate_both(
     queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rotate` of queries and of keys."""
+    """Apply `rotate` to queries and to keys."""
     return rotate(queries, cos, sin), rotate(keys, cos, sin)
 
 
 def gate(gated: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`silu(gated) · up` of one shape (SwiGLU; Shazeer, 2020)."""
+    """Return `silu(gated) · up`, both of one shape (SwiGLU; Shazeer, 2020)."""
     gated, up = gated.contiguous(), up.contiguous()
     out = torch.empty_like(gated)
     gate_row(gated.data_ptr(), up.data_ptr(), out.data_ptr(), gated.numel(), LIKE[gated.dtype])

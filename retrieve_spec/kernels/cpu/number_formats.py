@@ -1,7 +1,6 @@
-"""Kernels over float32, bfloat16 and float16, written once.
+"""Number formats of kernels that are written once for float32, bfloat16 and float16.
 
-A kernel takes one number of the format, `like`: a float32, a uint16 that stands for the bits of bfloat16, or an int16
-that stands for those of float16.
+A kernel takes a number of the format, `like`: a float32, a uint16 for bfloat16 bits, or an int16 for float16 bits.
 """
 
 from __future__ import annotations
@@ -20,44 +19,44 @@ from retrieve_spec.kernels.views import view_f32, view_i16, view_u16
 
 
 def _converts_float16() -> bool:
-    """Whether the CPU that Numba compiles for has instructions for it: without them LLVM calls what is not there."""
+    """Whether Numba's target CPU converts float16: without instructions, LLVM calls a function that does not exist."""
     is_x86, features = cpu_features()
     return not is_x86 or "f16c" in features
 
 
 LIKE: dict[torch.dtype, Any] = {torch.float32: np.float32(0.0), torch.bfloat16: np.uint16(0)}
-"""By type of tensor, a number of the format."""
+"""A number of the format by dtype of tensors."""
 if _converts_float16():
     LIKE[torch.float16] = np.int16(0)
 _NAN = np.uint16(0x7FC0)
 
 
 def bytes_of(like: Any) -> int:
-    """Bytes of a number."""
+    """Return the size of a number in bytes."""
     return int(like.itemsize)
 
 
 def is_bfloat16(like: Any) -> bool:
-    """Whether a number is one of bfloat16."""
+    """Whether the format is bfloat16."""
     return isinstance(like, np.uint16)
 
 
 def view_numbers(address: int, size: int, like: Any) -> NDArray[Any]:
-    """(size,) numbers at an address."""
+    """Return a view of (size,) numbers at an address."""
     if isinstance(like, np.float32):
         return view_f32(address, size)
     return view_u16(address, size) if is_bfloat16(like) else view_i16(address, size)
 
 
 def wide(number: Any) -> np.float32:
-    """A number as float32."""
+    """Convert a number to float32."""
     if isinstance(number, np.float32):
         return number
     return _wide(number) if is_bfloat16(number) else np.float32(number.view(np.float16))
 
 
 def narrow(number: np.float32, like: Any) -> Any:
-    """The nearest number of the format, of two as near the even one."""
+    """Round a float32 to the format, to nearest, ties to even."""
     if isinstance(like, np.float32):
         return number
     return _narrow(number) if is_bfloat16(like) else np.float16(number).view(np.int16)
@@ -79,7 +78,7 @@ if not config.DISABLE_JIT:
 
     @intrinsic
     def _wide_half(_context: Any, _bits: Any) -> Any:
-        """Bits of float16 as float32."""
+        """Convert float16 bits to float32."""
 
         def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
             return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
@@ -88,7 +87,7 @@ if not config.DISABLE_JIT:
 
     @intrinsic
     def _narrow_half(_context: Any, _number: Any) -> Any:
-        """Bits of the float16 nearest to a float32."""
+        """Round a float32 to float16 bits."""
 
         def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
             return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))

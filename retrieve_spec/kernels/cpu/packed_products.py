@@ -1,8 +1,8 @@
-"""Products of rows with weights of 4 and 8 bits on a CPU, in whole numbers, and with bfloat16 ones.
+"""Products of rows with weights of 4 and 8 bits on a CPU, in integers, and with unpacked ones.
 
-Packed weights have groups of 32 along a row, each with a scale and, of 4 bits, an offset: the numbers of GGUF's
-blocks Q4_1 and Q8_0. Rows are rounded to 8 bits by groups of 32, too, so a group is a sum of products of bytes, for
-which CPUs have an instruction (`retrieve_spec.kernels.cpu.vector_code`).
+Packed weights have groups of 32 along a row, each with a scale and, with 4 bits, an offset: the numbers of GGUF's
+blocks Q4_1 and Q8_0. Rows are also quantised to 8 bits in groups of 32, so a group is a sum of products of bytes, for
+which CPUs have instructions (`retrieve_spec.kernels.cpu.vector_code`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from retrieve_spec.kernels.views import view_f32, view_i8, view_i32, view_u16
 _GROUP_BYTES_4, _GROUP_BYTES_8 = GROUP_BYTES[4], GROUP_BYTES[8]
 _VECTORS = unit_here()
 BLOCKS = _VECTORS.blocks
-"""Rows that products by packed weights compute at once."""
+"""Numbers of rows that products with packed weights compute together."""
 _MOST, _WIDTH, _PARTS = BLOCKS[-1], _VECTORS.lanes, LANES // _VECTORS.lanes
 _TALLEST, _TALLEST_OF_BFLOAT16, _WIDEST = max(_VECTORS.tiles), max(_VECTORS.bfloat16_tiles), _VECTORS.tiles[1]
 _AHEAD = 4096
-"""Bytes that are prefetched: memory answers in the time of some groups."""
+"""Prefetch distance in bytes, as memory latency is the time of several groups."""
 _NEAR = 1 << 18
-"""Bytes of rows that stay in the L2 cache while unpacked weights are read."""
+"""Size of rows in bytes that stay in the L2 cache while unpacked weights are read."""
 _SHARES = 4
-"""Passes over a panel's weights that share prefetching the next panel."""
+"""Most passes over a panel's weights that share prefetching the next panel."""
 _HAS_AMX = _VECTORS.has_amx
 _product, _tile = block_product(_VECTORS), tile_product(_VECTORS)
 _interleave, _matrix = amx_interleave(_VECTORS), amx_product(_VECTORS)
@@ -47,7 +47,7 @@ _interleave, _matrix = amx_interleave(_VECTORS), amx_product(_VECTORS)
 
 @inner
 def block_of(blocks: tuple[int, ...], rows: int) -> int:
-    """Return the rows of the next block, where `rows` are left."""
+    """Return the number of rows of the next block when `rows` are left."""
     for block in blocks:
         if rows <= block:
             return block
@@ -56,10 +56,10 @@ def block_of(blocks: tuple[int, ...], rows: int) -> int:
 
 @inner
 def quantise_row(x: int, bits: int, row: int, rows: int, groups: int, q: int, scales: int, sums: int) -> None:
-    """Round one of `rows` rows of bfloat16 to bytes.
+    """Quantise one of `rows` rows to bytes.
 
-    At addresses: the row; bytes, scales and sums of all rows, one block after another, each (groups, rows). With 4 bits
-    sums are scaled, float32; with 8, where 128 was added to weights, they are int32 and -128 times as large.
+    At addresses: the row; bytes, scales and sums of all rows, block by block, each (groups, rows). With 4 bits, sums
+    are scaled and float32; with 8 bits, where 128 was added to weights, they are int32 and multiplied by -128.
     """
     first = row // _MOST * _MOST
     block = block_of(BLOCKS, rows - first)
@@ -75,7 +75,7 @@ def quantise_row(x: int, bits: int, row: int, rows: int, groups: int, q: int, sc
 
 @inner
 def _quantise_group(given: NDArray[np.uint16], rounded: NDArray[np.int8]) -> tuple[np.float32, np.int32]:
-    """Round 32 bfloat16 to bytes; what one of these stands for, and their sum."""
+    """Quantise 32 numbers to bytes; return the scale, and the sum of the bytes."""
     largest = np.uint16(0)
     for i in range(GROUP):
         largest = np.uint16(
@@ -93,7 +93,7 @@ def _quantise_group(given: NDArray[np.uint16], rounded: NDArray[np.int8]) -> tup
 
 @inner
 def interleave_block(x: int, block: int, rows: int, chunks: int, out: int, like: Any) -> None:
-    """Interleave one block of 16 of the rows at an address, for products by AMX."""
+    """Interleave a block of 16 of the rows at an address for AMX."""
     first = LANES * block
     _interleave(like, x + 64 * chunks * first, rows - first - 1, chunks, out + TILE_BYTES * chunks * block)
 
@@ -103,10 +103,9 @@ def multiply_panel(
     weight: int, begin: int, bits: int, rows: int, groups: int, q: int, scales: int, sums: int, bias: int, out: int,
     stride: int, like: Any,
 ) -> None:  # fmt: skip
-    """Sixteen outputs of all rows at addresses, from one on; rows of `out` are `stride` bytes apart, and as many as
-    blocks have.
+    """Compute sixteen outputs of all rows; rows of `out` are `stride` bytes apart, and as many as blocks have.
 
-    With unpacked weights, `q` are the rows themselves, or interleaved blocks of them, and groups have 64 bytes.
+    With unpacked weights, `q` holds the rows themselves or interleaved blocks, and groups are 64 bytes.
     """
     if bits == UNPACKED and _HAS_AMX and is_bfloat16(like):
         _multiply_by_amx(weight + 64 * begin * groups, rows, groups, q, bias, out, stride, like)
@@ -134,7 +133,7 @@ def multiply_panel(
 
 @inner
 def _multiply_by_amx(weight: int, rows: int, chunks: int, x: int, bias: int, out: int, stride: int, like: Any) -> None:
-    """Multiply interleaved rows by unpacked weights; meanwhile the next weights are prefetched."""
+    """Multiply interleaved rows by unpacked weights, and prefetch the next weights."""
     most = MOST_BLOCKS * LANES
     for first in range(0, rows, most):
         count = min(rows - first, most)
@@ -146,9 +145,9 @@ def _multiply_by_amx(weight: int, rows: int, chunks: int, x: int, bias: int, out
 def _multiply_unpacked(
     weight: int, rows: int, chunks: int, x: int, bias: int, out: int, stride: int, like: Any
 ) -> None:
-    """Multiply by unpacked weights, as many rows at a time as stay in the L2 cache.
+    """Multiply rows by unpacked weights, as many at a time as stay in the L2 cache.
 
-    Meanwhile the next weights are prefetched; up to four tiles share that.
+    Up to four tiles share prefetching the next weights.
     """
     row_bytes, size, tallest = 64 * chunks, bytes_of(like), _TALLEST_OF_BFLOAT16 if is_bfloat16(like) else _TALLEST
     tiles = rows // tallest + (rows % tallest == 3)
@@ -169,12 +168,12 @@ def _multiply_unpacked(
 
 
 def bits_of(row_bytes: int, groups: int) -> int:
-    """Bits of a weight whose packed rows have so many bytes and groups."""
+    """Return the bits of a weight by the bytes and groups of its packed rows."""
     return 4 if row_bytes * LANES == groups * GROUP_BYTES[4] else 8
 
 
 def unpack(weight: torch.Tensor, columns: int) -> torch.Tensor:
-    """(n, columns) float32 of a packed weight."""
+    """Unpack a weight to (n, columns) float32."""
     groups = columns // GROUP
     bits = bits_of(weight.shape[1], groups)
     packed = weight.view(-1, groups, GROUP_BYTES[bits])

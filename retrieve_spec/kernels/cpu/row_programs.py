@@ -1,8 +1,8 @@
-"""Programs over the rows of a pass on a CPU: what decoder layers do, in one call.
+"""Programs over the rows of a pass on a CPU: decoder layers in one compiled call.
 
 A program is a list of steps over rows of float32, bfloat16 or float16: products, normalisations, gates, rotary
-embeddings, attention. Each rounds where the operation that it stands for does (`retrieve_spec.kernels.cpu.layer_rows`).
-Torch's threads run it in one parallel region, and take parts of each step until there are none left.
+embeddings, attention. Each rounds where the operation it replaces does (`retrieve_spec.kernels.cpu.layer_rows`).
+Torch's threads run it in one parallel region, and take parts of a step until none are left.
 """
 
 from __future__ import annotations
@@ -48,48 +48,48 @@ from retrieve_spec.kernels.views import take_ticket, tickets_taken, view_i64, vi
 from retrieve_spec.openmp import libgomp_of
 
 CAN_RUN = not config.DISABLE_JIT and bool(UNITS)
-"""Whether programs can be run: not where nothing is compiled, nor on an x86 CPU without AVX2."""
+"""Whether programs can run: not without the compiler, nor on an x86 CPU without AVX2."""
 _PARTS = 8
-"""Parts of a product for each thread, so that none waits long for another."""
+"""Parts of a product per thread; several, so that threads wait little for each other."""
 _PATIENCE = 1 << 12
-"""Looks at what others do before a thread leaves its core to them."""
+"""Number of checks before a waiting thread yields its core."""
 _FIELDS = 11
 _HAS_AMX = unit_here().has_amx
 _configure, _release = amx_configure(unit_here()), amx_release(unit_here())
 
 
 class Step(IntEnum):
-    """Kinds of steps, and the fields of each: places of addresses, and numbers."""
+    """Kinds of steps with their fields: places, which stand for addresses, then numbers."""
 
     PART = 0
-    """Of a product: weight, bias, out, outputs."""
+    """A layer of a product: weight, bias, out, outputs."""
     QUANTISE = 1
     """x, bytes, scales, sums, groups, bits."""
     MULTIPLY = 2
-    """bytes, scales, sums, groups, bits, parts (the steps that follow), panels of all; with unpacked weights, rows in
-    place of bytes, or interleaved blocks of them, and groups of 64 bytes."""
+    """bytes, scales, sums, groups, bits, number of parts (the steps that follow), panels of all parts; with unpacked
+    weights, rows or interleaved blocks instead of bytes, and groups of 64 bytes."""
     NORMALISE = 3
-    """x, other, weight, total, out, width, repeats in a row, eps."""
+    """x, other, weight, total, out, width, repetitions per row, eps."""
     GATE = 4
     """gate, up, out, width."""
     ROTATE = 5
-    """x, cosine, sine, out, heads, half the width of a head."""
+    """x, cosine, sine, out, heads, half of a head's width."""
     KEEP = 6
-    """keys, values, layer, heads of keys, their width, that of values."""
+    """keys, values, layer, key heads, width of keys, width of values."""
     ATTEND = 7
-    """queries, out, layer, heads, heads of keys, their width, that of values, window, scale, soft-capping."""
+    """queries, out, layer, heads, key heads, width of keys, width of values, window, scale, softcap."""
     INTERLEAVE = 8
-    """x, interleaved blocks of it, groups of 64 bytes."""
+    """x, interleaved blocks, groups of 64 bytes."""
 
 
 _PLACES = {
     Step.PART: 3, Step.QUANTISE: 4, Step.MULTIPLY: 3, Step.NORMALISE: 5, Step.GATE: 3, Step.ROTATE: 4, Step.KEEP: 2,
     Step.ATTEND: 2, Step.INTERLEAVE: 2,
 }  # fmt: skip
-"""How many of the first fields of each kind of step are places."""
+"""Number of places among the fields of each kind of step."""
 _PART, _QUANTISE, _MULTIPLY, _NORMALISE, _GATE, _ROTATE, _KEEP, _ATTEND, _INTERLEAVE = (int(step) for step in Step)
 ZEROS, NOWHERE = 0, 1
-"""Places of the addresses of 16 zeros, and of nothing."""
+"""Places of 16 zeros, and of a missing operand."""
 
 if binding.address_of_symbol("sched_yield"):
     _leave_core = types.ExternalFunction("sched_yield", types.int32())
@@ -97,12 +97,12 @@ else:
 
     @inner
     def _leave_core() -> None:
-        """Nothing: the system has another name for it."""
+        """Do nothing: this system has no `sched_yield`."""
 
 
 @inner
 def _wait(address: int, tickets: int) -> None:
-    """Wait until so many tickets are taken."""
+    """Wait until a number of tickets is taken."""
     looks = 0
     while tickets_taken(address) < tickets:
         looks += 1
@@ -114,7 +114,7 @@ def _wait(address: int, tickets: int) -> None:
 def _do_panel(
     step: NDArray[np.int64], parts: NDArray[np.int64], at: NDArray[np.int64], rows: int, panel: int, like: Any
 ) -> None:
-    """One panel of a product."""
+    """Compute one panel of a product."""
     groups, bits, which = step[4], step[5], 0
     while panel >= -(-parts[which, 4] // LANES):
         panel -= -(-parts[which, 4] // LANES)
@@ -129,7 +129,7 @@ def _do_panel(
 
 @inner
 def _do_row(step: NDArray[np.int64], at: NDArray[np.int64], rows: int, row: int, like: Any) -> None:
-    """One row of any other step."""
+    """Compute one row of any other step."""
     kind, x, size = step[0], at[step[1]], bytes_of(like)
     if kind == _QUANTISE:
         groups, bits = step[5], step[6]
@@ -161,7 +161,7 @@ _HEADER = 9
 
 @part
 def _run(address: int, like: Any) -> None:
-    """Run a program, in as many threads as call it; `address` is that of the numbers of `RowProgram.run`."""
+    """Run a program in all threads that call this; `address` points to the numbers of `RowProgram.run`."""
     numbers = view_i64(address, _HEADER)
     counters, steps, rows, threads = address + 8 * _HEADER, numbers[2], numbers[3], numbers[4]
     plan, at = view_i64_rows(numbers[1], steps, _FIELDS), view_i64(counters + 16 * steps, 1 << 20)
@@ -212,7 +212,7 @@ def _run_bfloat16(address: int) -> None:
 
 
 def _run_bfloat16_by_amx(address: int) -> None:
-    """The same by another name, which compiled code is kept by: where Linux forbids AMX the CPU still has it."""
+    """Do the same under another name, by which compiled code is cached, since Linux may forbid AMX on the same CPU."""
     _run(address, np.uint16(0))
 
 
@@ -229,13 +229,13 @@ _RUNS = {
 
 @functools.cache
 def _in_c(dtype: torch.dtype) -> Any:
-    """`_run` as a C function, over rows of a format."""
+    """Return `_run` as a C function for rows of a format."""
     return cfunc("void(int64)", cache=True, error_model="numpy")(_RUNS[dtype])
 
 
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
-    """Torch's OpenMP runtime."""
+    """Return torch's OpenMP runtime."""
     library = libgomp_of(os.path.dirname(torch.__file__))
     if library is not None:
         library.GOMP_parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
@@ -244,33 +244,33 @@ def _openmp() -> ctypes.CDLL | None:
 
 
 def threads_of_torch() -> int:
-    """Threads of the caller's next parallel region."""
+    """Return the number of threads of the caller's next parallel region."""
     library = _openmp()
     return torch.get_num_threads() if library is None else int(library.omp_get_max_threads())
 
 
 @functools.cache
 def _own_threads() -> ThreadPoolExecutor:
-    """Threads for programs where torch's runtime is not libgomp, as on macOS; a forked child has its own."""
+    """Return threads for programs if torch's runtime is not libgomp (macOS); a forked child gets its own."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_own_threads.cache_clear)
     return ThreadPoolExecutor(thread_name_prefix="retrieve-spec-rows")
 
 
 def run_in_threads(function: Any, data: NDArray[np.int64], threads: int) -> None:
-    """Call a compiled function in every thread of a parallel region of torch's runtime, and wait for all of them.
+    """Call a compiled function in every thread of a parallel region of torch's runtime, and wait for all threads.
 
-    The threads that wait for torch's own regions serve it: others would compete with them for the cores. Where torch's
-    runtime is not libgomp, threads of this library serve it.
+    These are the threads that also run torch's own regions: additional ones would compete with them for the cores. If
+    torch's runtime is not libgomp, this library's own threads are used.
 
     Parameters
     ----------
     function
-        A C function of Numba's, ``void (int64_t *)``; it holds no lock of Python's.
+        A C function made by Numba, ``void (int64_t *)``, which runs without Python's interpreter lock.
     data
-        What each of them is given.
+        Argument of each call.
     threads
-        `threads_of_torch`; with 1, the caller's own calls it, without a region.
+        `threads_of_torch`; with 1, the calling thread calls the function, without a region.
     """
     if threads == 1:
         function.ctypes(data.ctypes.data)
@@ -285,23 +285,23 @@ def run_in_threads(function: Any, data: NDArray[np.int64], threads: int) -> None
 
 
 def padded(rows: int) -> int:
-    """Rows that buffers of products have: so many, filled up to whole blocks."""
+    """Round a number of rows up to whole blocks, as in buffers of products."""
     return next((block for block in BLOCKS if rows <= block), -(-rows // BLOCKS[-1]) * BLOCKS[-1])
 
 
 class RowTexts:
-    """Where the texts of a pass have their rows, keys and values, for programs that attend.
+    """Rows, keys and values of the texts of a pass, for programs with attention.
 
     Parameters
     ----------
     rows
-        By text, how many of the pass.
+        By text, its number of rows in the pass.
     seen
-        By text, (rows, rows) bool, who of them sees whom.
+        By text, (rows, rows) bool attention mask.
     depths
-        By text, (rows,) int64, their positions, counted from the first row's.
+        By text, (rows,) int64 positions relative to its first row's.
     places
-        By text, (layers, 4) int64: addresses of keys and values, capacity, rows held.
+        By text, (layers, 4) int64: addresses of keys and values, capacity, number of rows in the cache.
     """
 
     def __init__(
@@ -319,14 +319,14 @@ class RowTexts:
 
 
 class RowProgram:
-    """A program over rows, for any number of them.
+    """A program over any number of rows.
 
-    Addresses have places: some are given when it is run, the others are those of buffers between steps.
+    Steps refer to addresses by places. Some addresses are given to each run; the others are those of temporary buffers.
 
     Parameters
     ----------
     dtype
-        Of the rows: float32, bfloat16 or float16.
+        Format of the rows: float32, bfloat16 or float16.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -341,23 +341,23 @@ class RowProgram:
         self._whole = 1  # buffers have a multiple of so many rows
 
     def place(self, width: int = 0, bytes_each: int = 0) -> int:
-        """A place, of a buffer with so many numbers in a row unless its address is given when the program is run.
+        """Return a new place: of a buffer with `width` numbers per row, or of an address that is given to each run.
 
-        Numbers are those of rows, unless it is said of how many bytes they are.
+        `bytes_each` is the size of a number, by default that of the rows' format.
         """
         row_bytes = width * (bytes_each or self._size)
         self._row_bytes.append(-(-row_bytes // 64) * 64)
         return len(self._row_bytes) - 1
 
     def add(self, kind: Step, *fields: float) -> None:
-        """Add a step; a number that is no whole one is written as the bits of a float64."""
+        """Append a step; floats are stored as the bits of a float64."""
         whole = [int(np.float64(each).view(np.int64)) if isinstance(each, float) else each for each in fields]
         self._steps.append((kind, *whole, *[0] * (_FIELDS - 1 - len(whole))))
         if kind is Step.ATTEND:
             self._widest = max(self._widest, *whole[5:7])
 
     def multiply(self, x: int, width: int, bits: int, parts: Sequence[tuple[int, int, int, int]]) -> None:
-        """Add products of the rows at one place, so wide; each with its fields of `Step.PART`."""
+        """Append products of the rows at a place with several layers, given by their fields of `Step.PART`."""
         groups = width * self._size // 64 if bits == UNPACKED else width // GROUP
         if (x, bits) not in self._prepared:
             self._prepared[x, bits] = self._prepare(x, groups, bits)
@@ -367,7 +367,7 @@ class RowProgram:
             self.add(Step.PART, *fields)
 
     def _prepare(self, x: int, groups: int, bits: int) -> tuple[int, int, int]:
-        """Add what products with weights of so many bits need of rows; its places."""
+        """Append the steps that prepare rows for products with weights of a number of bits; return the places."""
         if bits != UNPACKED:
             rounded = self.place(groups * GROUP, 1), self.place(groups, 4), self.place(groups, 4)
             self.add(Step.QUANTISE, x, *rounded, groups, bits)
@@ -379,7 +379,7 @@ class RowProgram:
         return interleaved, NOWHERE, NOWHERE
 
     def finish(self, given: Sequence[int]) -> Self:
-        """Lay the program out, after the last step; the addresses of these places are given when it is run."""
+        """Finish the program after its last step; addresses of the `given` places are passed to each run."""
         self._given = [NOWHERE, *given]
         for place in given:
             self._row_bytes[place] = 0
@@ -389,7 +389,7 @@ class RowProgram:
         return self
 
     def _lay_out(self) -> list[int]:
-        """By place, where its buffer begins in an arena of one row; buffers that are needed no more are used again."""
+        """Return the offset of each place's buffer in an arena per row; unused buffers are reused."""
         spans: dict[int, list[int]] = {}
         at = 0
         for i, (kind, *fields) in enumerate(self._steps):
@@ -409,9 +409,9 @@ class RowProgram:
         return offsets
 
     def over(self, width: int, shapes: Sequence[tuple[int, ...]]) -> Callable[..., list[torch.Tensor]]:
-        """The program as a function of the texts and of tensors, the first of which has rows of so many numbers.
+        """Return the program as a function of texts and tensors; the first tensor has rows of `width` numbers.
 
-        Its results are (1, rows, …) of these shapes, which come last among what is given when the program is run.
+        It returns tensors (1, rows, …) of the given shapes, whose places are the last ones given.
         """
         widths = [math.prod(shape) for shape in shapes]
 
@@ -425,7 +425,7 @@ class RowProgram:
         return run_over
 
     def run(self, rows: int, addresses: Sequence[int], texts: RowTexts | None = None) -> None:
-        """Run it over so many rows; addresses are those of contiguous rows, and of weights."""
+        """Run the program over a number of rows, given the addresses of contiguous rows and of weights."""
         room, threads, numbers = -(-padded(rows) // self._whole) * self._whole, threads_of_torch(), self._numbers.copy()
         scratch = 0 if texts is None else 4 * QUERIES * (2 * self._widest + texts.longest + LANES)
         scratch = -(-scratch // 64) * 64
@@ -463,36 +463,36 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, b
 
 
 def packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Product of (…, k) bfloat16 rows with a packed weight (n, bytes of a row), and (n,) bfloat16 added."""
+    """Multiply (…, k) bfloat16 rows by a packed weight (n, bytes of a row), and add (n,) bfloat16."""
     return _product(x, weight, bias, bits_of(weight.shape[1], x.shape[-1] // GROUP))
 
 
 def unpacked_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Product of (…, k) rows of any format, on any device, with a packed weight that is unpacked to it."""
+    """Multiply (…, k) rows of any format, on any device, by a packed weight that is unpacked to that format."""
     bias = None if bias is None else bias.to(x.dtype)
     return functional.linear(x, unpack(weight, x.shape[-1]).to(x.dtype), bias)
 
 
 def row_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Product of (…, k) rows with a weight (n, k) of their format that programs serve, and (n,) added."""
+    """Multiply (…, k) rows by a weight (n, k) of the same format, which `serves` accepts, and add (n,)."""
     return _product(x, weight, bias, UNPACKED)
 
 
 def is_fast_for_many(dtype: torch.dtype) -> bool:
-    """Whether programs multiply many rows of a format, as those of prompts, as fast as torch does."""
+    """Whether programs multiply many rows of a format (prompts) as fast as torch."""
     return _HAS_AMX or attends_fast_for_many(dtype)
 
 
 def attends_fast_for_many(dtype: torch.dtype) -> bool:
-    """Whether the attention of programs is as fast as torch's for many rows of a format.
+    """Whether attention of programs is as fast as torch's for many rows of a format.
 
-    Torch puts matrices of bfloat16 together for the instructions that some CPUs have for these.
+    For bfloat16, torch uses matrix instructions that some CPUs have.
     """
     return dtype != torch.bfloat16 or not has_bfloat16_products()
 
 
 def serves(weight: torch.Tensor) -> bool:
-    """Whether programs multiply by a weight without packing it."""
+    """Whether programs can multiply by a weight without packing it."""
     if weight.ndim != 2 or weight.device.type != "cpu" or weight.dtype not in LIKE or not weight.is_contiguous():
         return False
     row_bytes = weight.shape[1] * weight.element_size()

@@ -1,8 +1,8 @@
-"""Attention of the rows of a pass over keys and values on a CPU, drafts' trees included.
+"""Attention of a pass's rows, including draft trees, over keys and values on a CPU.
 
-Queries of one head of keys are served some at a time. A query's result is the same bit for bit whatever stands beside
-it, and wherever the rows that it sees are stored: products of a key have one order, shares are added up as whole
-numbers, and values in the order of the text.
+Several queries of a key head are computed together. A query's result is bitwise independent of other queries and of
+where the rows it sees are stored: the products of a key have a fixed order, shares are added as integers, and values
+are added in the order of the text.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from retrieve_spec.kernels.cpu.vector_units import unit_here
 from retrieve_spec.kernels.views import view_f32, view_i64, view_u8
 
 TEXT_FIELDS = 5
-"""Of a text: its first row in the pass, how many it has, and the addresses of (rows, rows) bool who of them sees whom,
-of (layers, 4) int64: the addresses of keys and values (heads, capacity, width), capacity, rows held before, and of
-(rows,) int64 positions of its rows, counted from the first of them."""
+"""Fields of a text: its first row in the pass, its number of rows, and the addresses of its (rows, rows) bool mask, of
+its (layers, 4) int64 caches (addresses of keys and values (heads, capacity, width), capacity, number of earlier rows),
+and of its rows' (rows,) int64 positions relative to the first."""
 QUERIES = 16
-"""Queries that are served at once. For each a thread needs scratch for `LANES` numbers of four bytes, two vectors of
-the heads' width, and one number for each row that its text holds, the pass's own included."""
+"""Queries computed together. For each, a thread needs scratch for `LANES` numbers of four bytes, two vectors of a
+head's width, and a number per row of its text, including those of the pass."""
 _UNIT = np.float32(1 << 40)
-"""Shares are added up in parts of one by so many."""
+"""Shares are added in units of the inverse of this number."""
 _BASE = np.float64(3 << 11)
-"""A number whose last bit stands for such a part, and that of its sum with a share, too."""
+"""A number whose last bit, also after adding a share, has the value of such a unit."""
 _BASE_BITS = np.int64(_BASE.view(np.int64))
 _VECTORS = unit_here()
 _BLOCKS = _VECTORS.attention_blocks
@@ -41,13 +41,13 @@ _score, _mix = score_block(_VECTORS), mix_block(_VECTORS)
 
 @inner
 def _parts_of(by_text: NDArray[np.int64], text: int, heads: int, kv_heads: int) -> int:
-    """Parts that the attention of one text has."""
+    """Return the number of parts into which one text's attention is divided."""
     return kv_heads * -(-(heads // kv_heads * by_text[text, 1]) // QUERIES)
 
 
 @inner
 def attention_parts(by_text: NDArray[np.int64], heads: int, kv_heads: int) -> int:
-    """Parts that the attention of all texts has."""
+    """Return the number of parts of all texts' attention."""
     parts = 0
     for text in range(len(by_text)):
         parts += _parts_of(by_text, text, heads, kv_heads)
@@ -56,7 +56,7 @@ def attention_parts(by_text: NDArray[np.int64], heads: int, kv_heads: int) -> in
 
 @inner
 def _copy(of: int, to: int, count: int, like: Any) -> None:
-    """Copy numbers from one address to another."""
+    """Copy numbers between addresses."""
     given, copied = view_numbers(of, count, like), view_numbers(to, count, like)
     for i in range(count):  # an assigned slice is compiled with what it says of shapes that differ: seconds
         copied[i] = given[i]
@@ -64,8 +64,8 @@ def _copy(of: int, to: int, count: int, like: Any) -> None:
 
 @inner
 def _lay_query(of: int, to: int, chunks: int, apart: int, like: Any) -> None:
-    """Copy a query for products with keys, in chunks of 64 bytes of a key, so many bytes apart: as bfloat16 where these
-    are multiplied by pairs, else as float32."""
+    """Copy a query in chunks that correspond to 64 bytes of a key: as bfloat16 if the unit multiplies pairs of these,
+    else as float32."""
     size = bytes_of(like)
     numbers = 64 // size
     for chunk in range(chunks):
@@ -83,7 +83,7 @@ def keep_row(
     by_text: NDArray[np.int64], row: int, keys: int, values: int, layer: int, kv_heads: int, d: int, dv: int,
     like: Any,
 ) -> None:  # fmt: skip
-    """Write a row's keys and values after those that its text holds."""
+    """Append a row's keys and values to its text's cache."""
     text = 0
     while row >= by_text[text, 0] + by_text[text, 1]:
         text += 1
@@ -97,7 +97,7 @@ def keep_row(
 
 @inner
 def _cap(scores: NDArray[np.float32], scale: np.float32, softcap: np.float32) -> None:
-    """Let scores be softcap · tanh(scale · score / softcap)."""
+    """Replace scores by softcap · tanh(scale · score / softcap)."""
     factor = np.float32(-2.0) * scale / softcap
     for j in range(len(scores)):
         scores[j] = softcap * (np.float32(2.0) / (np.float32(1.0) + exp(factor * scores[j])) - np.float32(1.0))
@@ -108,7 +108,7 @@ def _hide(
     scores: NDArray[np.float32], first: int, held: int, window: int, row: int, sights: NDArray[np.uint8],
     depths: NDArray[np.int64],
 ) -> None:  # fmt: skip
-    """Let scores of the keys from `first` on that a row does not see be none."""
+    """Mask the scores of keys from `first` on that a row does not see."""
     if window:
         for j in range(first, min(held, held + depths[row] - window + 1)):
             scores[j] = -np.inf
@@ -119,13 +119,13 @@ def _hide(
 
 @inner
 def _ordered(bits: np.int32) -> np.int32:
-    """Bits of a float32 as a whole number that is greater where the float is, and back again."""
+    """Map float32 bits to an integer of the same order, and back."""
     return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
 @njit(cache=True, nogil=True)
 def _largest(scores: NDArray[np.float32]) -> np.float32:
-    """The greatest of some scores, as whole numbers: the compiler makes no vectors of a maximum of floats."""
+    """Return the largest score, compared as integers: the compiler does not vectorise maxima of floats."""
     bits, top = scores.view(np.int32), _ordered(np.float32(-np.inf).view(np.int32))
     for j in range(len(bits)):
         top = np.int32(max(top, _ordered(bits[j])))
@@ -134,7 +134,7 @@ def _largest(scores: NDArray[np.float32]) -> np.float32:
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _share(scores: NDArray[np.float32], scale: np.float32) -> np.float32:
-    """Let scores be shares of the greatest, and add these up; what is not seen has none."""
+    """Replace scores by exponentials relative to the largest, and add them up; masked scores become 0."""
     top, total = _largest(scores), np.int64(0)
     for j in range(len(scores)):
         share = exp((scores[j] - top) * scale)
@@ -149,10 +149,10 @@ def attend_part(
     by_text: NDArray[np.int64], number: int, queries: int, out: int, shape: NDArray[np.int64], scale: np.float32,
     softcap: np.float32, scratch: int, like: Any,
 ) -> None:  # fmt: skip
-    """Attend some queries of one head of keys: (rows, heads, d) to (rows, heads, dv) at addresses.
+    """Compute attention for some queries of a key head: (rows, heads, d) to (rows, heads, dv) at addresses.
 
-    `shape` is (6,): layer, heads, kv_heads, d, dv, and window, of which 0 shows all keys. A softcap of 0 leaves scores
-    as they are.
+    `shape` is (6,): layer, heads, kv_heads, d, dv, and window (0: all keys are visible). A softcap of 0 leaves scores
+    unchanged.
     """
     layer, heads, kv_heads, d, dv, window = shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]
     text, groups, size = 0, heads // kv_heads, bytes_of(like)

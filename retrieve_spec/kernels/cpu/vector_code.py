@@ -1,7 +1,7 @@
-"""Vector code that no compiler finds by itself: products of blocks of rows, built as LLVM code for Numba.
+"""Vector code that compilers do not generate by themselves: products of blocks of rows, as LLVM code for Numba.
 
-What comes from memory is unpacked once for some rows, whose sums stay in registers: how many, a `VectorUnit` says. A
-row's results are the same bit for bit whatever other rows stand beside it: its sums have one order.
+Weights from memory are unpacked once for several rows, whose sums stay in registers; a `VectorUnit` says how many. A
+row's results are bitwise independent of the other rows, since its sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -39,34 +39,33 @@ from retrieve_spec.kernels.cpu.vector_ir import (
 from retrieve_spec.kernels.cpu.vector_units import Numbers, VectorUnit
 
 LANES = 16
-"""Rows of packed weights that are interleaved: a panel."""
+"""Number of interleaved rows of packed weights: a panel."""
 GROUP = 32
-"""Weights of a row that are read before those of the next row; packed ones share a scale."""
+"""Number of consecutive weights of a row; packed ones share a scale."""
 GROUP_BYTES = {4: 64 * 4 + 2 * 2 * LANES, 8: 64 * 8 + 2 * LANES}
-"""Bytes of a group of 16 rows of weights, by bits: the weights, then scales and offsets in float16.
+"""Bytes of a group of 16 rows of weights by number of bits: the weights, then scales and offsets in float16.
 
-The layout is [quad, row, weight]: four weights of a row, those of the next row … In 8 bits 128 is added to each. In 4
-bits the first four quads are the lower halves of bytes, the others the upper halves.
+The layout is [quad, row, weight]: four weights of a row, then four of the next row, and so on. With 8 bits, 128 is
+added to each. With 4 bits, the first four quads are the lower halves of bytes, the others the upper halves.
 """
 UNPACKED = 16
-"""In place of 4 and 8 bits: unpacked weights, in the rows' format."""
+"""Number of bits that stands for unpacked weights in the rows' format."""
 LEAST_TILE = 4
-"""Rows of unpacked weights that any number of rows is multiplied by at once."""
+"""Number of rows of unpacked weights that can be multiplied by any number of rows."""
 FORMATS = {types.float32: Numbers(FLOAT, 4), types.uint16: Numbers(SHORT, 2), types.int16: Numbers(HALF, 2)}
-"""By Numba's type of one number of a format (`retrieve_spec.kernels.cpu.number_formats`), the format."""
+"""Formats by Numba's type of a number (`retrieve_spec.kernels.cpu.number_formats`)."""
 _AHEAD = 256
-"""Bytes of a key that are prefetched."""
+"""Number of prefetched bytes of a key."""
 
 
 def block_product(unit: VectorUnit) -> Any:
-    """Compiled function of some results of a block of bfloat16 rows that were rounded to bytes, by packed weights: as
-    many as the unit has lanes.
+    """Return a compiled function that multiplies a block of quantised rows by packed weights, for an output per lane.
 
-    Its parameters: a number of the rows' format, without code for any other; bits, rows (of the unit's blocks); the
-    addresses of the first of the results' weights and scales in a panel, (groups, `GROUP_BYTES`); addresses of the
-    block's (groups, rows, 32) bytes, and of their scales and sums (groups, rows); groups; the address to prefetch,
-    and the bytes between two prefetches, of which there is one for each line of 64 bytes of a group;
-    addresses of numbers to add and of the first row's results, and how many bytes are between two rows' results.
+    Its parameters: a number of the rows' format; bits, and rows (one of the unit's blocks); the addresses of the first
+    output's weights and scales in a panel, (groups, `GROUP_BYTES`); the addresses of the block's (groups, rows, 32)
+    bytes, and of their scales and sums (groups, rows); the number of groups; the address to prefetch, and the bytes
+    between two prefetches, one for each 64-byte line of a group; the addresses of numbers to add and of the first row's
+    results, and the stride of results in bytes.
     """
     lanes = unit.lanes
     floats, numbers = vector(FLOAT, lanes), FORMATS[types.uint16]
@@ -80,7 +79,7 @@ def block_product(unit: VectorUnit) -> Any:
             _, bits, rows, weights, factors, x, scales, sums, groups, ahead, step, bias, out, stride = args
 
             def code(of_bits: int, count: int) -> None:
-                """The product with weights of so many bits of so many rows."""
+                """Emit the product for a number of bits and of rows."""
                 size = GROUP_BYTES[of_bits]
 
                 def add(group: Any, carried: list[Any]) -> list[Any]:
@@ -113,7 +112,7 @@ def block_product(unit: VectorUnit) -> Any:
         builder: Any, unit: VectorUnit, bits: int, totals: list[Any], weights: Any, factors: Any, x: Any, scales: Any,
         sums: Any,
     ) -> list[Any]:  # fmt: skip
-        """Totals of each row with a group of packed weights added."""
+        """Add a group of packed weights to the totals of each row."""
 
         def weights_at(i: int) -> Any:
             part = load(builder, weights, 64 * i, vector(BYTE, 4 * lanes))
@@ -144,11 +143,11 @@ def block_product(unit: VectorUnit) -> Any:
 
 
 def score_block(unit: VectorUnit) -> Any:
-    """Compiled function of the float32 products of a block of rows with some keys: as many as the unit has lanes.
+    """Return a compiled function that computes float32 scores of a block of rows, for a key per lane.
 
-    Its parameters: a number of the format; rows (of the unit's blocks of attention); the address of the first key, and
-    how many bytes are between two; the address of the block's rows, (chunks, rows, `query_bytes` of a chunk); chunks of
-    64 bytes of a key; the address of the first row's results, and how many bytes are between two rows'.
+    Its parameters: a number of the format; rows (one of the unit's attention blocks); the address of the first key, and
+    the stride of keys in bytes; the address of the block's rows, (chunks, rows, `query_bytes` of a chunk); the number
+    of 64-byte chunks per key; the address of the first row's results, and the stride of results in bytes.
     """
     lanes = unit.lanes
 
@@ -159,10 +158,10 @@ def score_block(unit: VectorUnit) -> Any:
         pairs = unit.add_pairs if like == types.uint16 else None
         numbers = FORMATS[like]
         terms = 1 if pairs or numbers.size == 4 else 2
-        """Numbers of a row for each word of a key."""
+        """Numbers of a row per word of a key."""
 
         def add(builder: Any, keys: Any, row_bytes: Any, x: Any, totals: list[Any]) -> list[Any]:
-            """Totals of each row with a square of words of keys added."""
+            """Add a square of words of keys to the totals of each row."""
             words = []
             for key in range(lanes):
                 address = place(builder, keys, key, row_bytes)
@@ -180,7 +179,7 @@ def score_block(unit: VectorUnit) -> Any:
             _, rows, keys, row_bytes, x, chunks, out, stride = args
 
             def code(count: int) -> None:
-                """The products of so many rows."""
+                """Emit the scores of a number of rows."""
 
                 def add_chunk(chunk: Any, totals: list[Any]) -> list[Any]:
                     here = builder.add(keys, builder.mul(chunk, LONG(64)))
@@ -202,15 +201,14 @@ def score_block(unit: VectorUnit) -> Any:
 
 
 def tile_product(unit: VectorUnit) -> Any:
-    """Compiled function of the results of a few rows by a few rows of unpacked weights: sums along rows, of which lanes
-    have parts.
+    """Return a compiled function that multiplies a few rows by a few rows of unpacked weights; lanes have partial sums.
 
-    There are `LEAST_TILE` rows of weights where nothing is prefetched, else as many as the unit's tiles say. Its
-    parameters: a number of the format; rows (of the tiles), and the last one that there is, which stands for those
-    after it; the addresses of the weights and of the first row, and how many bytes are between two, in chunks of 64;
-    the address to prefetch, and the bytes between two prefetches, of which each chunk has one for every row of weights
-    (0: nothing is prefetched); addresses of 16 numbers, of which the first are added, and of the first row's results,
-    and how many bytes are between two rows' results.
+    There are `LEAST_TILE` rows of weights without prefetching, else as many as in the unit's tiles. Its parameters: a
+    number of the format; rows (one of the tiles), and the index of the last row, which is repeated for missing ones;
+    the addresses of the weights and of the first row, and the number of 64-byte chunks per row; the address to
+    prefetch, and the bytes between two prefetches, one per chunk and row of weights (0: no prefetching); the
+    addresses of 16 numbers, of which the first are added, and of the first row's results, and the stride of results in
+    bytes.
     """
     lanes = unit.lanes
 
@@ -223,7 +221,7 @@ def tile_product(unit: VectorUnit) -> Any:
         pairs = unit.add_pairs if like == types.uint16 else None
 
         def parts_of(builder: Any, address: Any, at: int) -> list[Any]:
-            """A register of a row, or the numbers in it as floats."""
+            """Return a register of a row, or its numbers as floats."""
             if numbers.kind == HALF:
                 return [numbers.load(builder, builder.add(address, LONG(at)), lanes)]
             words = load(builder, address, at, vector(WORD, lanes))
@@ -233,7 +231,7 @@ def tile_product(unit: VectorUnit) -> Any:
             _, rows, last, weights, x, row_bytes, chunks, ahead, step, bias, out, stride = args
 
             def code(count: int, asking: bool) -> None:
-                """The product of so many rows: with as many rows of weights as there are sums for, or with four."""
+                """Emit the product for a number of rows, with as many rows of weights as registers allow, or four."""
                 width = tiles[count] if asking else LEAST_TILE
                 rows_at = [
                     builder.add(x, builder.mul(row_bytes, least(builder, LONG(row), last))) for row in range(count)
@@ -283,7 +281,7 @@ def tile_product(unit: VectorUnit) -> Any:
 
 
 def tiles_of(unit: VectorUnit, like: Any) -> Mapping[int, int]:
-    """By number of rows, how many rows of weights of a format a unit multiplies by at once."""
+    """Return how many rows of weights of a format a unit multiplies together, by number of rows."""
     return unit.bfloat16_tiles if like == types.uint16 else unit.tiles
 
 
@@ -292,11 +290,11 @@ def _add_product(builder: Any, sums: Any, weights: Any, activations: Any) -> Any
 
 
 def mix_block(unit: VectorUnit) -> Any:
-    """Compiled function that adds up 16 numbers of values by shares.
+    """Return a compiled function that adds up 16 numbers of values, weighted by shares.
 
-    Its parameters: a number of the values' format; rows (of the unit's blocks of attention); the address of the first
-    row's float32 shares, and how many bytes are between two rows'; the same of values; how many all rows see, and how
-    many there are after these, one at least; and of float32 results.
+    Its parameters: a number of the values' format; rows (one of the unit's attention blocks); address and stride of the
+    rows' float32 shares; address and stride of values; the number of values that all rows see, and the number after
+    these, at least one; address and stride of float32 results.
     """
     nothing = zeros(LANES)
 

@@ -1,7 +1,7 @@
-"""Vector units: the registers and instructions of the CPU that Numba compiles for, for products.
+"""Vector units: registers and instructions for products of the CPU that Numba compiles for.
 
-One description of each product (`retrieve_spec.kernels.cpu.vector_code`) serves all of them. A unit says how wide its
-registers are, how many results they hold at once, and how it multiplies bytes and pairs of bfloat16.
+Each product is described once for all units (`retrieve_spec.kernels.cpu.vector_code`). A unit has the width of its
+registers, the numbers of results they hold, and the ways to multiply bytes and pairs of bfloat16.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from retrieve_spec.kernels.cpu.vector_ir import (
 )
 
 Word = Callable[[int, int], Any]
-"""Of a row and a place, four bytes of that row's group in every lane."""
+"""Returns four bytes of a row's group, by row and index, in every lane."""
 AddGroup = Callable[[Any, int, Callable[[int], Any], list[Any], Word], list[Any]]
-"""Adds the products of a group of weights with bytes of rows to each row's sums. Takes the builder, the bits of a
-weight, what loads one of as many vectors of weights, the rows' sums (words) to start from, and the rows' bytes."""
+"""Adds the products of a group of weights and rows' bytes to the rows' sums. Takes the builder, the bits per weight, a
+function that loads a vector of weights by index, the rows' initial sums (words), and the rows' bytes."""
 
 
 @dataclass(frozen=True, eq=False)
 class VectorUnit:
-    """What products are compiled for.
+    """A target of compiled products.
 
     Parameters
     ----------
     lanes
-        Numbers of 32 bits in a register.
+        Number of 32-bit lanes in a register.
     add_group
-        How it multiplies bytes.
+        Multiplies groups of bytes.
     blocks
-        Numbers of rows that products of bytes compute at once. They keep few sums of bytes in registers, those of
-        floats may be kept in memory.
+        Numbers of rows that products of bytes compute together. Few integer sums are in registers; float sums may be in
+        memory.
     attention_blocks
-        The same of attention, which adds to all of its sums all the time.
+        The same for attention, which uses all of its sums all the time.
     tiles
-        By number of rows that products by unpacked weights compute at once, how many rows of weights they take.
+        Number of rows of weights that products with unpacked weights take, by number of rows they compute together.
     bfloat16_tiles
-        The same of bfloat16.
+        The same for bfloat16.
     add_pairs
-        Adds two products of bfloat16 to each of some sums in one instruction; None where there is none.
+        Adds two products of bfloat16 to each sum by one instruction; None if there is none.
     is_signed
-        Whether it multiplies signed bytes by signed ones, instead of unsigned ones by signed ones.
+        Whether it multiplies signed by signed bytes, instead of unsigned by signed ones.
     multiplies_by_lane
-        Whether its instructions multiply by one lane of a register.
+        Whether instructions can multiply by one lane of a register.
     has_amx
-        Whether it multiplies matrices of bfloat16 (`retrieve_spec.kernels.cpu.amx_code`).
+        Whether it has matrix instructions for bfloat16 (`retrieve_spec.kernels.cpu.amx_code`).
     """
 
     lanes: int
@@ -76,7 +76,7 @@ class VectorUnit:
     has_amx: bool = False
 
     def word(self, builder: Any, address: Any, index: int, kind: Any) -> Any:
-        """One of several numbers of 32 bits at an address, in every lane."""
+        """Load a 32-bit number by index from an address into every lane."""
         if not self.multiplies_by_lane:
             return splat(builder, load(builder, address, 4 * index, kind, 4), self.lanes)
         four = load(builder, address, 16 * (index // 4), vector(kind, 4), 4)
@@ -84,7 +84,7 @@ class VectorUnit:
 
 
 def _nibbles(builder: Any, bytes_: Any) -> tuple[Any, Any]:
-    """The lower and the upper halves of bytes."""
+    """Return the lower and the upper halves of bytes."""
     shorts = builder.bitcast(bytes_, vector(SHORT, bytes_.type.count // 2))
     upper = builder.bitcast(builder.lshr(shorts, constant(shorts.type, 4)), bytes_.type)
     low = constant(bytes_.type, 15)
@@ -92,7 +92,7 @@ def _nibbles(builder: Any, bytes_: Any) -> tuple[Any, Any]:
 
 
 def _fours(builder: Any, bits: int, weights: Callable[[int], Any]) -> list[Any]:
-    """The weights of a group as bytes: eight times four along a row."""
+    """Return the weights of a group as bytes, in eight vectors of four consecutive weights per row."""
     if bits == 8:
         return [weights(i) for i in range(8)]
     halves = [_nibbles(builder, weights(i)) for i in range(4)]
@@ -100,7 +100,7 @@ def _fours(builder: Any, bits: int, weights: Callable[[int], Any]) -> list[Any]:
 
 
 def group_by_fours(add_bytes: Callable[..., Any]) -> AddGroup:
-    """Products of groups on a unit that adds four products of bytes to a word (`add_bytes`)."""
+    """Return `add_group` for a unit that adds four products of bytes to a word (`add_bytes`)."""
 
     def add_group(builder: Any, bits: int, weights: Callable[[int], Any], sums: list[Any], word: Word) -> list[Any]:
         fours, sums = _fours(builder, bits, weights), list(sums)
@@ -113,21 +113,21 @@ def group_by_fours(add_bytes: Callable[..., Any]) -> AddGroup:
 
 
 def group_by_pairs(multiply: str, widen: str) -> AddGroup:
-    """Products of groups on a unit that adds two products of unsigned bytes with signed ones to 16 bits.
+    """Return `add_group` for a unit that adds two products of unsigned and signed bytes to 16 bits.
 
-    No sum leaves these: it is one of 16 products of four bits with seven, at most. Weights of 8 bits are their lower
-    halves and 16 times their upper ones.
+    Sums do not overflow: they have at most 16 products of 4-bit with 7-bit numbers. Weights of 8 bits are split into
+    their lower halves and 16 times their upper halves.
 
     Parameters
     ----------
     multiply
-        LLVM's name of the instruction that multiplies bytes, and adds pairs.
+        LLVM's name of the instruction that multiplies bytes and adds pairs.
     widen
-        Of that which multiplies 16 bits by 16 bits, and adds pairs.
+        LLVM's name of the instruction that multiplies 16-bit numbers and adds pairs.
     """
 
     def add_halves(builder: Any, halves: list[Any], factor: int, sums: list[Any], word: Word) -> list[Any]:
-        """Sums with the products of eight times four bits of weights added, so many times."""
+        """Add the products of eight vectors of 4-bit weights to sums, multiplied by a factor."""
         added, shorts = [], vector(SHORT, halves[0].type.count // 2)
         for row, before in enumerate(sums):
             total = None
@@ -151,18 +151,18 @@ def group_by_pairs(multiply: str, widen: str) -> AddGroup:
 
 
 def _add_bytes_by(name: str, builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
-    """Sums, each with 4 products of unsigned with signed bytes added: by an x86 instruction of two vectors of words."""
+    """Return a function that adds 4 products of unsigned and signed bytes to each sum, by an x86 instruction."""
     return call(builder, name, sums.type, sums, builder.bitcast(weights, sums.type), activations)
 
 
 def _add_signed_bytes(builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
-    """The same of signed bytes (Arm's dot products)."""
+    """Add 4 products of signed bytes to each sum (Arm's dot products)."""
     name, bytes_ = "llvm.aarch64.neon.sdot.v4i32.v16i8", vector(BYTE, 16)
     return call(builder, name, sums.type, sums, builder.bitcast(weights, bytes_), builder.bitcast(activations, bytes_))
 
 
 def add_bytes(builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
-    """Sums, each with 4 products of unsigned with signed bytes added, in operations that every CPU has."""
+    """Add 4 products of unsigned and signed bytes to each sum, by operations that every CPU has."""
     lanes = sums.type.count
     shorts, wide = vector(SHORT, 2 * lanes), vector(WORD, 2 * lanes)
     eight = constant(shorts, 8)
@@ -178,17 +178,17 @@ def add_bytes(builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
 
 
 def _add_pairs_avx512(builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
-    """16 sums, each with 2 products of bfloat16 added; the first is not rounded by itself."""
+    """Add 2 products of bfloat16 to each of 16 sums; the first product is not rounded separately."""
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", sums.type, sums, weights, activations)
 
 
 def portable(lanes: int) -> VectorUnit:
-    """Operations that every CPU has."""
+    """Return a unit with operations that every CPU has."""
     return VectorUnit(lanes, group_by_fours(add_bytes))
 
 
 def units_of(has: Callable[[str], bool], is_x86: bool) -> Iterator[VectorUnit]:
-    """The units of a CPU with some of LLVM's features, fastest first."""
+    """Return the units of a CPU with given LLVM features, fastest first."""
     narrow = {"blocks": (1, 2, 3, 4, 6, 8, 9), "tiles": {1: 8, 2: 4, 3: 4}, "bfloat16_tiles": {1: 8, 2: 4}}
     if not is_x86:
         if has("dotprod"):
@@ -216,7 +216,7 @@ def units_of(has: Callable[[str], bool], is_x86: bool) -> Iterator[VectorUnit]:
 
 
 def _may_use_amx() -> bool:
-    """Whether Linux lets this process use tiles: it is asked once, before any thread does."""
+    """Whether Linux lets this process use tiles; asked once, before any thread uses them."""
     if sys.platform != "linux":
         return False
     arch_prctl, require_permission, of_tiles = 158, 0x1023, 18
@@ -224,7 +224,7 @@ def _may_use_amx() -> bool:
 
 
 def units_here() -> list[VectorUnit]:
-    """Units of the CPU that Numba compiles for."""
+    """Return the units of the CPU that Numba compiles for."""
     is_x86, features = cpu_features()
     if "amx-bf16" in features and not _may_use_amx():
         features -= {"amx-bf16"}
@@ -232,27 +232,27 @@ def units_here() -> list[VectorUnit]:
 
 
 UNITS = units_here()
-"""Units that this process can use, fastest first; none on an x86 CPU without AVX2."""
+"""Units that this process can use, fastest first; empty on an x86 CPU without AVX2."""
 
 
 def unit_here() -> VectorUnit:
-    """The unit that products are compiled for."""
+    """Return the unit that products are compiled for."""
     return UNITS[0] if UNITS else portable(4)
 
 
 def has_bfloat16_products() -> bool:
-    """Whether there is an instruction for products of bfloat16."""
+    """Whether the unit has an instruction for products of bfloat16."""
     return unit_here().add_pairs is not None
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """A format of numbers in memory, as products read and write them.
+    """Number format of rows in memory, and its conversions.
 
     Parameters
     ----------
     kind
-        LLVM's type of a number in memory.
+        LLVM type of a number in memory.
     size
         Bytes of a number.
     """
@@ -261,11 +261,11 @@ class Numbers:
     size: int
 
     def load(self, builder: Any, address: Any, lanes: int) -> Any:
-        """Contiguous numbers, as floats."""
+        """Load contiguous numbers as floats."""
         return self.widened(builder, load(builder, address, 0, vector(self.kind, lanes)))
 
     def widened(self, builder: Any, numbers: Any) -> Any:
-        """Numbers of the format as floats."""
+        """Convert numbers of the format to floats."""
         floats = vector(FLOAT, numbers.type.count)
         if self.kind == FLOAT:
             return numbers
@@ -275,7 +275,7 @@ class Numbers:
         return builder.fpext(numbers, floats)
 
     def narrowed(self, builder: Any, floats: Any) -> Any:
-        """Floats as the nearest numbers of the format, of two as near the even one."""
+        """Round floats to the format, to nearest, ties to even."""
         lanes = floats.type.count
         if self.kind == FLOAT:
             return floats
@@ -288,7 +288,7 @@ class Numbers:
         return builder.trunc(builder.lshr(rounded, constant(words, 16)), vector(SHORT, lanes))
 
     def in_words(self, builder: Any, words: Any) -> list[Any]:
-        """Floats of the first, and of the second, number in each of some words of 32 bits."""
+        """Convert the first and the second number in each 32-bit word to floats."""
         lanes = words.type.count
         floats, sixteen = vector(FLOAT, lanes), constant(words.type, 16)
         if self.kind == FLOAT:
