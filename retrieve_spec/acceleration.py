@@ -135,7 +135,7 @@ def prepare(
     config = (config or SpeculationConfig()).with_options(**options)
     survive_forks()
     _undo(model)
-    read_logits(torch.zeros(1, 2), 1)  # Numba sets itself up and loads a first kernel; what follows is timed without it
+    read_logits(torch.zeros(1, 2), 1)  # loads Numba's first kernel, which must not be part of later times
     stores = [open_store(store, tokenizer) for store in datastores or ()]
     if stores and tokenizer is None:
         logger.warning("no tokenizer was given to check the datastores by: pass tokenizer= to accelerate")
@@ -172,7 +172,7 @@ def _prepare_drafter(speculation: Speculation, compiling: subprocess.Popen[bytes
         drafters.bigrams = read_bigrams(speculation)
         if isinstance(drafters.given, UsesBigrams):
             drafters.given.use_bigrams(drafters.bigrams)
-    first = speculation.drafter()  # an unknown preset or a missing source is an error now, not at the first call
+    first = speculation.drafter()  # raises for an unknown preset or a missing source now instead of at the first call
     if compiling is not None:
         compiling.wait()
     if isinstance(first, Preparable):

@@ -36,7 +36,7 @@ def attend_blocks(packed: torch.Tensor, blocks: Iterable[Block], rule: LayerRule
     A running maximum m and sum of exp(score - m) are kept per query; what was summed is rescaled when m grows, so that
     the result is that of one softmax over all scores, but for rounding.
     """
-    lowest = torch.finfo(torch.float32).min  # instead of -inf, of which differences are no numbers
+    lowest = torch.finfo(torch.float32).min  # instead of -inf, whose differences are NaN
     greatest = total = out = None
     for keys, values, additive in blocks:
         scores = torch.matmul(packed, keys.transpose(2, 3)).float().mul_(rule.scale)
@@ -141,7 +141,7 @@ def attend_split(
 ) -> torch.Tensor:
     """Attend to the tree block, then to blocks of the prefix, by online softmax; shapes as in `attend_masked`."""
     prefix = keys.shape[2] - mask.rows
-    size = max(PASS.score_bytes // (4 * packed.shape[1] * packed.shape[2]), 64)  # keys whose scores there is room for
+    size = max(PASS.score_bytes // (4 * packed.shape[1] * packed.shape[2]), 64)  # number of keys whose scores fit
     windowed = mask.additive(rule.window, mask.first_key(rule.window)) if mask.cuts(rule.window) else None
     drafted = mask.additive(0, mask.prefix) if windowed is None else windowed[..., prefix:]
 

@@ -233,9 +233,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         click.echo("Interrupted.", err=True)
         return INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()  # the reader left; say nothing at exit
+        sys.stderr.close()  # the reader is gone, so print nothing at exit
         return 1
-    except OSError as error:  # the system's; ours are caught above, and say more
+    except OSError as error:  # the system's errors; the library's are caught above
         what = f"could not use {error.filename}: " if error.filename else ""
         remedy = "Check the path, who may read and write there, and the free space."
         click.echo(f"Error: {what}{error.strerror or error}. {remedy}", err=True)

@@ -163,7 +163,7 @@ def chat(model: str, stats: bool, **options: Any) -> None:
     import retrieve_spec as rs
 
     lm, tokenizer, datastores = load(model, options)
-    encode(tokenizer, messages_of("?", options["system"]))  # a model without a template is an error now
+    encode(tokenizer, messages_of("?", options["system"]))  # raises now if the model has no chat template
 
     def accelerate() -> None:
         with compiling_shown():
@@ -171,7 +171,7 @@ def chat(model: str, stats: bool, **options: Any) -> None:
 
     watched = sys.stdin.isatty() and sys.stdout.isatty()
     if watched:
-        import readline  # noqa: F401  # lines can be edited, and called back
+        import readline  # noqa: F401  # enables line editing and history
 
         click.echo(f"{model}, {lm.num_parameters() / 1e6:,.0f} M parameters. /help lists commands.", err=True)
     with ThreadPoolExecutor(1) as pool:
@@ -186,7 +186,7 @@ def _lines(watched: bool) -> Iterator[str]:
     while True:
         try:
             line = input("\n> " if watched else "")
-            line.encode()  # bytes that are no text come as half surrogate pairs where the locale is C
+            line.encode()  # invalid bytes become lone surrogates in the C locale
         except UnicodeError as error:
             raise PromptError("messages in UTF-8", in_a_line(error), "Convert the text.") from error
         except EOFError:

@@ -241,7 +241,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]
             return_dict=True,
             tokenizer_kwargs={"return_token_type_ids": False},
         )
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise anything
         raise PromptError(
             "to fill in the chat template", in_a_line(error), "Without --system it may take it."
         ) from error
@@ -258,7 +258,7 @@ def request_of(
     if encoded["input_ids"].shape[1] == 0:
         raise PromptError("a prompt of at least one token", "none", "Give some text to continue.")
     sampled = options["temperature"] > 0
-    # Of greedy text a checkpoint's own sampling defaults would only warn.
+    # With greedy decoding, a checkpoint's sampling defaults would only cause warnings.
     choice = {name: options[name] if sampled else None for name in ("temperature", "top_p", "top_k")}
     inputs = {name: tensor.to(model.device) for name, tensor in encoded.items()}
     return {**inputs, "max_new_tokens": options["max_new_tokens"], "do_sample": sampled, **choice}

@@ -125,7 +125,7 @@ def _bars(quiet: bool, loads_model: bool = False) -> Iterator[None]:
     """Show which kernels are compiled, and the progress of loading a model."""
     with (
         nullcontext() if quiet else compiling_shown(),
-        loading_bars(not quiet) if loads_model else nullcontext(),  # which imports Transformers
+        loading_bars(not quiet) if loads_model else nullcontext(),  # imports Transformers
     ):
         yield
 

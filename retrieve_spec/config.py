@@ -68,7 +68,7 @@ def temporary_dir(what: str, variable: str) -> Path:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:  # somebody else's
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:  # another user's
         folder = Path(tempfile.mkdtemp(prefix="retrieve-spec-"))
     logger.warning("%s is kept in %s: set %s to a folder that can be written and stays", what, folder, variable)
     return folder

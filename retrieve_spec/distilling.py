@@ -154,7 +154,7 @@ def distil(
         except KeyboardInterrupt:
             if not work.tokens:
                 raise
-        except Exception:  # a prompt that does not fit, say: what came before it is kept
+        except Exception:  # for example a prompt that is too long; keep what came before
             if work.tokens:
                 _keep(work, store, tokenizer, fingerprint, contexts)
             raise
@@ -292,7 +292,7 @@ class _Work:
         if conversation.top:
             self.observed.append(_observations(ids, len(prompt) - 1, conversation.top))
             conversation.top = []
-        else:  # passes that nothing drafts for show nothing
+        else:  # without a drafter, passes are not observed
             self._observe(ids)
         self.answers.append(answer)
         self._passes += output.report.passes
@@ -346,7 +346,7 @@ def _keep(work: _Work, store: Path, tokenizer: Any, model: str, contexts: int) -
 
 def _add_answers(store: Path, answers: list[str]) -> None:
     """Add answers as documents of a store."""
-    with tempfile.TemporaryDirectory() as folder, suppress(NothingToIndexError):  # all said before
+    with tempfile.TemporaryDirectory() as folder, suppress(NothingToIndexError):  # all texts are in the store already
         path = Path(folder) / "answers.jsonl"
         path.write_text("".join(json.dumps({"text": answer}) + "\n" for answer in answers if answer), encoding="utf-8")
         add_documents(store, [Source(str(path))])

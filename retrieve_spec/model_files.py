@@ -186,7 +186,7 @@ def _in_one_file(path: Path) -> Iterator[Path]:
     for part in parts:
         try:
             readers.append(GGUFReader(part))
-        except Exception as error:  # whatever its reader meets where bytes are missing
+        except Exception as error:  # the reader raises anything if bytes are missing
             raise UnsupportedModelError(
                 f"a whole GGUF file in {part.name}", in_a_line(error), "Download or copy it again."
             ) from error
@@ -218,12 +218,12 @@ def _join(readers: list[GGUFReader], path: Path) -> None:
     from gguf import GGUFValueType, GGUFWriter
 
     architecture = "general.architecture"
-    left_out = ("GGUF.", "split.", "general.alignment")  # the writer aligns by the default
+    left_out = ("GGUF.", "split.", "general.alignment")  # the writer uses the default alignment
     fields = {key: field for key, field in readers[0].fields.items() if not key.startswith(left_out)}
     writer = GGUFWriter(path, fields.pop(architecture).contents())
     for key, field in fields.items():
         kind = field.types[0]
-        if kind != GGUFValueType.ARRAY or len(field.data):  # the writer has no empty arrays
+        if kind != GGUFValueType.ARRAY or len(field.data):  # the writer cannot write empty arrays
             writer.add_key_value(key, field.contents(), kind, field.types[-1] if kind == GGUFValueType.ARRAY else None)
     tensors = [tensor for reader in readers for tensor in reader.tensors]
     for tensor in tensors:
@@ -262,7 +262,7 @@ def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     # Later releases of Transformers leave weights packed where they have a kernel for it.
     dense = {"quantization_config": formats.GgufConfig(dequantize=True)} if hasattr(formats, "GgufConfig") else {}
     with _in_one_file(path) as file:
-        # Its whole path: Transformers takes a bare name for a file of the current folder, where there is one.
+        # An absolute path, since Transformers prefers a file of that name in the current folder.
         source: dict[str, Any] = {"gguf_file": str(file.absolute()), "local_files_only": True}
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
         model = with_all_weights(file.parent, path.name, **source, **dense)

@@ -27,7 +27,7 @@ def loaded_libgomp() -> dict[str, ctypes.CDLL]:
 
 def libgomp_of(folder: str) -> ctypes.CDLL | None:
     """The loaded libgomp that lies in a package's folder; None where it brings none."""
-    folder = os.path.realpath(folder)  # the system names files by their own paths
+    folder = os.path.realpath(folder)  # the system reports resolved paths
     for path, library in loaded_libgomp().items():
         if os.path.realpath(path).startswith(folder + os.sep):
             return library
@@ -52,7 +52,7 @@ def survive_forks() -> None:
 def _end_threads() -> None:
     """End the calling thread's idle OpenMP threads, in every libgomp that is loaded (packages bring their own)."""
     try:
-        if len(os.listdir("/proc/self/task")) == 1:  # there are none, whatever libgomp remembers of a parent's
+        if len(os.listdir("/proc/self/task")) == 1:  # there are no threads, although libgomp remembers the parent's
             return
     except OSError:
         return  # not Linux

@@ -65,7 +65,7 @@ def _values(controller: str, name: str) -> list[list[str]]:
     for _, controllers, group in (line.split(":", 2) for line in memberships):
         if controller in controllers.split(","):
             top = _ROOT / _GROUPS / controller
-            # A container sees its own group as the top, whatever its name is outside.
+            # A container sees its own group as the root, whatever its name outside.
             for folder in (top / group.lstrip("/"), *(top / group.lstrip("/")).parents):
                 if folder.is_relative_to(top) and (folder / name).is_file():
                     found.append((folder / name).read_text().split())

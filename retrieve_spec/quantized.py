@@ -59,7 +59,7 @@ class WeightOnlyQuantizer(HfQuantizer):  # type: ignore[misc]
         return torch.bfloat16 if self.pre_quantized else dtype
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        if self.pre_quantized:  # nothing has a value yet: the right shapes are made
+        if self.pre_quantized:  # weights have no values yet, only shapes
             quantize(model, self.quantization_config.bits)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
@@ -89,7 +89,7 @@ def pack_model(model: Any, config: WeightOnlyConfig) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not kept.intersection(name.split(".")):
             parameter.data = parameter.data.to(torch.bfloat16)
-    with torch.device("meta"):  # buffers that a model makes in its own format are read again in this one
+    with torch.device("meta"):  # buffers that the model creates in its own format are reloaded in this one
         like = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
     for name, buffer in like.named_buffers():
         path, _, last = name.rpartition(".")
@@ -156,7 +156,7 @@ def pack(weight: torch.Tensor, bits: int) -> torch.Tensor:
         largest = torch.where(high > -low, high, low)
         eighth = largest / -8
         steps = (groups / eighth.unsqueeze(-1)).nan_to_num(posinf=99.0, neginf=99.0).round()
-        is_even = (steps * eighth.unsqueeze(-1) == groups).all(-1) & (steps.amax(-1) <= 7)  # as in blocks Q4_0
+        is_even = (steps * eighth.unsqueeze(-1) == groups).all(-1) & (steps.amax(-1) <= 7)  # exact, as in Q4_0 blocks
         scale, offset = torch.where(is_even, eighth, scale), torch.where(is_even, largest, offset)
     scale = torch.where(scale.abs() < _LEAST, _LEAST, scale)
     scale, offset = scale.half(), offset.half()
@@ -269,7 +269,7 @@ def product_times() -> dict[str, int]:
         "int4": lambda: packed_product(half, four),
     }
     took = dict.fromkeys(products, float("inf"))
-    for _ in range(6):  # in turn, so that each weight comes from memory; the first round warms up
+    for _ in range(6):  # interleaved, so that weights come from memory; the first round warms up
         for name, product in products.items():
             began = time.perf_counter()
             product()

@@ -87,7 +87,7 @@ def load_model(
         require(dtype in ("auto", "bfloat16"), "dtype 'auto' or 'bfloat16' with quantize", dtype, "Leave it at 'auto'.")
         serves = target.type in ("cpu", "cuda")
         require(serves, "a CPU or a CUDA GPU, which multiply by packed weights", str(target), "Give device='cpu'.")
-    import retrieve_spec.quantized  # noqa: F401  # folders of packed models are known by it
+    import retrieve_spec.quantized  # noqa: F401  # registers the format of packed models
 
     if quantize is not None and (file := _gguf_file(name)) is not None:
         with _explained(name):
@@ -167,7 +167,7 @@ def _keep(model: PreTrainedModel, folder: Path, save: Callable[[Path], None]) ->
     try:
         with torch.no_grad(), compiling_logged():
             model(torch.arange(4)[None])
-    except Exception as error:  # whatever a model's own code does with weights that it reads by itself
+    except Exception as error:  # a model's own code may read weights by itself
         raise UnsupportedModelError(
             "a model that takes packed weights", in_a_line(error), "Load it without quantize."
         ) from error
@@ -189,7 +189,7 @@ def _config_and_tokenizer(
     from transformers import AutoConfig, AutoTokenizer
 
     with _explained(name):
-        config = AutoConfig.from_pretrained(source, **options)  # first: a wrong name is found out by one request
+        config = AutoConfig.from_pretrained(source, **options)  # first, since a wrong name then takes only one request
         return config, AutoTokenizer.from_pretrained(source, config=config, **options)
 
 
@@ -267,7 +267,7 @@ def copy_if_silent(name: str, file: str) -> Path | None:
         try:
             get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
             return None
-        except Exception as error:  # of whichever HTTP client the hub's library has
+        except Exception as error:  # errors of any HTTP client
             why = f"{constants.ENDPOINT} does not answer ({in_a_line(error)})"
     copy = try_to_load_from_cache(name, file)
     if not isinstance(copy, str):

@@ -59,12 +59,12 @@ class BatchRow(MixtureDrafter):
         fields["output_length"] = 0
 
     def _accepted(self, verified: VerifiedPass) -> int:
-        return len(verified.path)  # engines may give more than these and one
+        return len(verified.path)  # engines may emit more than path plus one
 
     def observe(self, verified: VerifiedPass) -> None:
         """Append tokens to the text; all tokens between two drafts are learned at once."""
         self._collect()
-        self._state.fields["num_drafted"] = 0  # what a compiled call has drafted is not what was verified
+        self._state.fields["num_drafted"] = 0  # a draft of a compiled call was not verified
         if self._asked or not self._pending.extend_last(verified.emitted):
             super().observe(verified)
 
@@ -153,7 +153,7 @@ class Slots:
         """
         if self._session is None:
             return self._step(plan, lengths, cost)
-        with self._session:  # kept as it is while kernels read it
+        with self._session:  # no change while kernels read it
             for row in self.rows:
                 row.refresh_sessions()
             return self._step(plan, lengths, cost)

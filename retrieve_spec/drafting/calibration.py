@@ -103,7 +103,7 @@ class Calibration:
             kept.unlink(missing_ok=True)
             with contextlib.suppress(FileNotFoundError):  # the folder
                 for path in kept.parent.iterdir():
-                    if path.name.startswith(f".{kept.name}."):  # of a process that was ended while it wrote
+                    if path.name.startswith(f".{kept.name}."):  # left by a process that was killed while writing
                         path.unlink(missing_ok=True)
 
     def begin_with(self, other: Calibration) -> None:
@@ -144,7 +144,7 @@ def _take_kept(path: Path, what: str, take: Callable[[NDArray[Any]], None]) -> N
             take(np.lib.format.read_array(file, allow_pickle=False))
     except FileNotFoundError:
         return
-    except Exception as error:  # a damaged head fails as anything that parses Python can
+    except Exception as error:  # a damaged header is parsed as Python, and may raise anything
         logger.warning("%s start anew: %s: %s", what, path, in_a_line(error))
         if not isinstance(error, PermissionError):
             with contextlib.suppress(OSError):

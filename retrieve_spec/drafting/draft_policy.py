@@ -26,7 +26,7 @@ class DraftPolicy:
 
     def __init__(self) -> None:
         self.seconds_per_token: float | None = None
-        self._means: tuple[float, float] | None = None  # seconds that a draft saves and takes
+        self._means: tuple[float, float] | None = None  # average seconds that a draft saves and takes
         self.left = self._misses = 0
 
     def begin_request(self) -> None:
@@ -57,7 +57,7 @@ class DraftPolicy:
         plain, drafted = float(cost[forced]), float(cost[nodes])
         self.seconds_per_token = drafted / (anyway + expected)
         saved = plain * (anyway + expected) / anyway - drafted
-        saves, takes = self._means or (plain, seconds)  # a new drafter is believed in
+        saves, takes = self._means or (plain, seconds)  # optimistic for a new drafter
         saves, takes = saves + (saved - saves) / _MEMORY, takes + (min(seconds, 4.0 * takes) - takes) / _MEMORY
         self._means = saves, takes
         self._misses = 0 if saved > takes else self._misses + 1

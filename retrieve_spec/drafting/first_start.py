@@ -35,7 +35,7 @@ def compiled_beside() -> Iterator[subprocess.Popen[bytes] | None]:
     is_python = not getattr(sys, "frozen", False)  # a frozen program would start itself
     compiles = not config.DISABLE_JIT  # type: ignore[attr-defined]
     if is_python and compiles and processors() > 1 and not is_compiled():
-        with contextlib.suppress(OSError):  # a system that starts no processes, or a Python inside another program
+        with contextlib.suppress(OSError):  # the system cannot start processes, or Python is embedded
             process = subprocess.Popen(
                 _COMPILE, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )

@@ -54,7 +54,7 @@ def with_forced(tree: DraftTree, guide: Guide, ids: NDArray[np.int64], ahead: Dr
 
     It is at most `max_depth` deep. Where a guide leaves one token nothing else is drafted.
     """
-    if tree.token_ids[: len(ahead)].tolist() != ahead.token_ids.tolist():  # its drafter does not look ahead
+    if tree.token_ids[: len(ahead)].tolist() != ahead.token_ids.tolist():  # this drafter ignores forced tokens
         tree = ahead
     if not guide.judges_drafts:
         return tree

@@ -148,7 +148,7 @@ class MixtureDrafter(ScopedDrafter):
         self._transcript = Transcript()
         self._queries = None if self.sources.dense is None else DenseQueries(self.sources.dense)
         self._last = _LastDraft()
-        self._asked = False  # for a draft since the last pass
+        self._asked = False  # whether a draft was requested since the last pass
 
     @compiles
     @compiling_logged()
@@ -156,7 +156,7 @@ class MixtureDrafter(ScopedDrafter):
         """Compile the kernels, or load them from Numba's cache, before the first request."""
         if self.sources.dense is not None:
             self.sources.dense.prepare()
-        SuffixAutomaton(16).extend(np.arange(99, dtype=np.int32))  # grows, as no short trial does
+        SuffixAutomaton(16).extend(np.arange(99, dtype=np.int32))  # compiles growing, which short texts do not need
         trial = MixtureDrafter(self.config, session=SessionMemory(), datastores=self.datastores)
         text = np.arange(12, dtype=np.int32) % 4
         trial.start(text, text)
@@ -233,7 +233,7 @@ class MixtureDrafter(ScopedDrafter):
         if limit <= 0 or depth <= 0:
             return NO_DRAFT
         if (self._state.sampled or budget.noise is not None) and not self._state.is_noise(budget.noise, self.length):
-            self._learn_pending()  # with the key of its time
+            self._learn_pending()  # with the noise of that pass
             self._state.set_noise(budget.noise, self.length)
         waiting = self._pending.take()
         last = waiting.pop() if waiting and self._queries is None else ObservedPass()
@@ -249,7 +249,7 @@ class MixtureDrafter(ScopedDrafter):
 
     def _query(self, queries: DenseQueries, cost: NDArray[np.float32] | None, limit: int, depth: int) -> None:
         """Search neighbours of the last hidden state, if none are followed and it pays."""
-        match_len = self._state.longest_match()  # brings the cursors up to date
+        match_len = self._state.longest_match()  # updates the cursors
         cursor = self._state.dense_cursor
         if cursor[0] >= cursor[1] or cursor[3] < 0:
             pace = None if cost is None else self._policy.seconds_per_token
@@ -279,10 +279,10 @@ class MixtureDrafter(ScopedDrafter):
         if self._queries is not None:
             self._queries.see(verified.emitted, verified.hidden)
         tree, last = verified.tree, self._last
-        forced = min(last.forced, len(tree))  # says nothing of the estimates
+        forced = min(last.forced, len(tree))  # forced tokens are not estimates
         size, accepted = len(tree) - forced, max(self._accepted(verified) - forced, 0)
         expected = last.expected
-        if size and len(tree) != last.size:  # a verifier of chains takes one branch: no other could be accepted
+        if size and len(tree) != last.size:  # a chain verifier verified one branch only
             expected = tree.expected_accepted - forced
         emitted, asked, skips = np.ascontiguousarray(verified.emitted, np.int32), self._asked, self._policy.left > 0
         self._asked = False
@@ -329,7 +329,7 @@ class MixtureDrafter(ScopedDrafter):
     def leave(self) -> None:
         """Stop working for a text."""
         super().leave()
-        if self.calibration is not self._own_calibration:  # which has counted no request, but has the phrases
+        if self.calibration is not self._own_calibration:  # it has not counted this request, but shares phrases
             self.calibration = self._own_calibration
             self.calibration.keep()
 

@@ -135,7 +135,7 @@ class RequestState:
         self._record = np.zeros(1, request.REQUEST)
         self.fields: Any = self._record[0]
         verified = "num_verified", "num_accepted", "expected"
-        self._verified: list[NDArray[Any]] = [self._record[name] for name in verified]  # written faster than by name
+        self._verified: list[NDArray[Any]] = [self._record[name] for name in verified]  # faster to write than by name
         self.address = address_of(self._record)
         self._always_stores = reads_stores
         self._arrays: dict[str, NDArray[Any]] = {
@@ -197,7 +197,7 @@ class RequestState:
         with self._session_lock:
             self.refresh_sessions()
             appended = request.read(self.address, ids, FOLLOWED, self._reads_stores)
-        if appended < len(ids):  # for more the text's automaton had no room
+        if appended < len(ids):  # the text's automaton was full
             self.extend(ids[appended:])
 
     def extend(self, ids: NDArray[np.int32]) -> None:

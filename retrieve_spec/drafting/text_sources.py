@@ -63,7 +63,7 @@ class TextSources:
 
         What the target said after some tokens tells its next one better than what merely followed them.
         """
-        knows_phrases = self.phrases is not None and self.phrases.requests > 1  # others than one requester's
+        knows_phrases = self.phrases is not None and self.phrases.requests > 1  # more than one requester
         return {
             "prediction": _rows(self.prediction, PREDICTION) * HYPOTHESES,
             "distilled": [table.row(DISTILLED) for table in self.distilled],

@@ -141,7 +141,7 @@ class _Filter:
         self._usual = np.diff(np.log1p(ratio))
         self.mean = np.append(0.0, self._usual)
         steepness = _UNSURE * np.diff(ratio / (1.0 + ratio))
-        self._first = np.diag(np.append(100.0, (0.1 + 0.3 * self._usual) ** 2))  # the speed is not known at all
+        self._first = np.diag(np.append(100.0, (0.1 + 0.3 * self._usual) ** 2))  # nothing is known about the speed
         self._first[1:, 1:] += np.outer(steepness, steepness)
         self.covariance = self._first.copy()
         self.noise = np.array([_NOISE])
@@ -249,11 +249,11 @@ class PassThreads:
         self._set, self._get = set_threads, get_threads
         self.most = self.chosen = self._challenged = max(most, 1)
         self._numbers = [self.most >> i for i in range(self.most.bit_length())]
-        self._other = 0  # what `chosen` is compared with; 0 while nothing is compared
+        self._other = 0  # number that `chosen` is compared with; 0 without a comparison
         self._scores: dict[int, list[float]] = {}
         self._times: dict[int, float] = {}  # of the passes of this comparison
         self._spent = 0.0  # by all passes
-        self._not_before: dict[int, float] = {}  # when so many threads may be tried again, in time spent
+        self._not_before: dict[int, float] = {}  # by number of threads: earliest next trial, in time spent
         self._wait = self._interval = _FIRST_TRIAL
         self._excess = 0.0
 
@@ -272,7 +272,7 @@ class PassThreads:
     @classmethod
     def of_torch(cls) -> Self | None:
         """The choice for passes on this machine's cores; None where torch's OpenMP runtime cannot be asked."""
-        import torch  # drafters inside engines that run no model know what passes cost, too
+        import torch  # imported here, since drafters inside other engines run without torch
 
         library, get_threads = libgomp_of(os.path.dirname(torch.__file__)), torch.get_num_threads
         return None if library is None else cls(get_threads(), library.omp_set_num_threads, get_threads)
@@ -281,7 +281,7 @@ class PassThreads:
     def used(self) -> Iterator[None]:
         """Run a pass of this thread with `next` threads; afterwards it has the user's setting again."""
         before = self._get()
-        if before != self.most:  # set anew since
+        if before != self.most:  # the user has changed the setting
             self.__init__(before, self._set, self._get)  # type: ignore[misc]
         if self.next == before:
             yield
@@ -289,7 +289,7 @@ class PassThreads:
         try:
             self._set(self.next)
             yield
-        finally:  # also where Ctrl-C comes as soon as it is set
+        finally:  # even if Ctrl-C comes directly after setting it
             self._set(before)
 
     def observe(self, seconds: float, expected: float) -> None:
@@ -371,7 +371,7 @@ class Costs:
 
     def of(self, sequences: int) -> CostModel:
         """Cost of passes over so many sequences."""
-        digits = max(sequences.bit_length() - 4, 0)  # all but the first four are 0 in those that share a model
+        digits = max(sequences.bit_length() - 4, 0)  # numbers with the same first four bits share a model
         sequences = sequences >> digits << digits
         if sequences not in self._models:
             fewer = max(count for count in self._models if count < sequences)
@@ -560,7 +560,7 @@ class Backoff:
 
 def within(tree: DraftTree, vocabulary: int) -> DraftTree:
     """Return the nodes of a tree whose tokens, and whose ancestors' tokens, a model of so many tokens has."""
-    kept = tree.token_ids.astype(np.uint32) < vocabulary  # one that is negative is no token either
+    kept = tree.token_ids.astype(np.uint32) < vocabulary  # also excludes negative ids
     return pruned(tree, kept)
 
 

@@ -108,7 +108,7 @@ class Drafters:
         self.rollouts: RolloutMemory | None = config.rollouts
         self._rollouts_calibration: Calibration | None = None
         self._lock = threading.RLock()
-        self._learned: list[Calibration] = []  # of the session's file
+        self._learned: list[Calibration] = []  # calibrations beside the session's file
         weakref.finalize(self, _keep, self.sessions, self._learned)
 
     def get(self, draft: str | None = None, stores: Sequence[Any] = ()) -> Drafter | None:
@@ -200,7 +200,7 @@ class Drafters:
                 if failed:
                     made[:] = [one for one in made if one is not drafter]
                 closed = [one for one in made if id(one) not in self._opened]
-                if len(closed) > KEPT_DRAFTERS:  # the last that was made, which may have few contexts
+                if len(closed) > KEPT_DRAFTERS:  # the newest, which may have few contexts
                     made[:] = [one for one in made if one is not closed[-1]]
 
     def use(self, datastores: Sequence[Any]) -> None:
@@ -218,8 +218,8 @@ class Drafters:
 
         Phrases go in either case, also where they are kept: whose they are is not.
         """
-        with self._lock, contextlib.ExitStack() as all_of_it:  # each of them, also where a file cannot be written
-            if scope == "":  # when its session is forgotten
+        with self._lock, contextlib.ExitStack() as all_of_it:  # all of them, even if a file cannot be written
+            if scope == "":  # it is forgotten with its session
                 all_of_it.callback(self.use, self.datastores)
             if scope is None and self.rollouts is not None:
                 all_of_it.callback(self.rollouts.forget)

@@ -193,7 +193,7 @@ class Driver:
         """End sequences at any point; safe to call more than once, from any thread."""
         for sequence in sequences:
             sequence.turn.cancelled |= not sequence.ended
-        if sequences and not self.is_stepping:  # from inside a step: its end ends them
+        if sequences and not self.is_stepping:  # inside a step, the step's end does it
             with self.exclusive():
                 pass
 

@@ -76,7 +76,7 @@ class Engine(Driver):
                 read_all(reading, PASS.prompt_piece if decoding else 0, self.threads)
                 for batch in passes_over(decoding):
                     self._pass(batch)
-        except BaseException as error:  # from what they share: nobody knows what their caches hold
+        except BaseException as error:  # from a shared pass, after which the caches' contents are unknown
             for sequence in going:
                 if not sequence.is_over:
                     sequence.fail(error)
@@ -99,7 +99,7 @@ class Engine(Driver):
         padded = pads(batch)
         with using(self.threads):
             batch, usual = verify_all(batch)
-            batch = read_logits_all(batch)  # waits for the device: its time is the pass's
+            batch = read_logits_all(batch)  # waits for the device, so that its time counts for the pass
         times.append(perf_counter())
         batch = run_each(batch, accept)
         times.append(perf_counter())
@@ -149,7 +149,7 @@ class Engine(Driver):
             sequence.report.note(sequence.seen.tree, sequence.seen.walked, share, sequence.limits.provenance)
         chooses_threads = self.threads is not None and self.threads.most > 1
         asked = chooses_threads or any(sequence.drafter.drafts for sequence in batch)
-        if usual and asked:  # else it says nothing of such passes, or nobody wants to know
+        if usual and asked:  # other passes are not comparable, or the time is not needed
             trees = [sequence.seen.tree for sequence in batch]
             nodes = extra_roots + (len(batch) * max(map(len, trees)) if padded else sum(map(len, trees)))
             context = sum(sequence.text.length for sequence in batch)
@@ -313,7 +313,7 @@ def read_logits_all(batch: list[Sequence]) -> list[Sequence]:
     read: dict[int, PassLogits] = {}
     for together in alike.values():
         if len(together) == 1:
-            continue  # it reads alone
+            continue  # it is read by itself
         try:
             found = _read(together)
         except Exception:
@@ -326,7 +326,7 @@ def read_logits_all(batch: list[Sequence]) -> list[Sequence]:
 def _read(batch: list[Sequence]) -> list[PassLogits]:
     """Read from the logits of a pass what its sequences need, which is the same for all of them."""
     parts = [sequence.seen.every_logit for sequence in batch]
-    needed = [max(sequence.drafter.top_k, 1) for sequence in batch]  # the walk looks at one
+    needed = [max(sequence.drafter.top_k, 1) for sequence in batch]  # the walk needs one
     top_k = max(needed)
     drawing = [(s.seen, s.sampler.rules(s.text, s.seen.tree)) for s in batch if isinstance(s.sampler, DeviceSampler)]
     if drawing:
@@ -334,7 +334,7 @@ def _read(batch: list[Sequence]) -> list[PassLogits]:
     else:
         found = read_side_by_side(parts, top_k)
     for read, few in zip(found, needed, strict=True):
-        if few < top_k:  # a drafter learns from as many as it asks for, whatever others do
+        if few < top_k:  # each drafter gets as many as it asked for
             read.top_ids = np.ascontiguousarray(read.top_ids[:, :few])
             read.top_logits = np.ascontiguousarray(read.top_logits[:, :few])
     return found
@@ -362,7 +362,7 @@ def accept(sequence: Sequence) -> None:
     if sequence.is_reading:  # the prompt's pass
         report, verifier = sequence.report, sequence.verifier
         report.passes, report.new_tokens = 1, len(seen.walked.emitted)
-        if sequence.drafter.drafts and verifier.reason != report.reason:  # what the prompt showed
+        if sequence.drafter.drafts and verifier.reason != report.reason:  # the prompt's pass may have changed it
             report.mode, report.reason = verifier.mode, verifier.reason
     sequence.unread, sequence.read_before = sequence.unread[:0], None
     sequence.status = Status.COMPLETE if seen.walked.stopped else Status.DECODING

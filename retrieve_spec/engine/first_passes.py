@@ -44,7 +44,7 @@ def measure_passes(speculation: Speculation) -> None:
         kept.keep_seconds(found)
     costs = speculation.engine.costs.of(1)
     costs.begin(context, found)
-    costs.seconds(context, 0)  # takes them in: no call waits for the kernel that does
+    costs.seconds(context, 0)  # learns them now, so that no call waits for that kernel
 
 
 def _time_passes(speculation: Speculation, context: int, positions: int) -> dict[int, float]:
@@ -53,7 +53,7 @@ def _time_passes(speculation: Speculation, context: int, positions: int) -> dict
     ids, known = sample_tokens(speculation.model, context), vocabulary(speculation.model)
     verifier = speculation.verifiers()[0]
     speculation.read(verifier, ids)
-    verifier.forward(_ROOT)  # the first pass of a kind pays for set-up
+    verifier.forward(_ROOT)  # the first pass of a kind includes set-up
     verifier.commit(_NOTHING)
     began, found = perf_counter(), dict[int, float]()
     for width in _WIDTHS:
@@ -103,7 +103,7 @@ def read_bigrams(speculation: Speculation) -> Bigrams:
     if max(speculation.kept.seconds.values(), default=0.0) < seconds:
         _fill(entries, speculation, _line_end(speculation.tokenizer), seconds)
     if perf_counter() - began > _NEVER_KEPT:
-        with contextlib.suppress(OSError):  # which is logged when the file cannot be written
+        with contextlib.suppress(OSError):  # already logged
             path.parent.mkdir(parents=True, exist_ok=True)
         put_array(path, entries, "bigrams")
     return Bigrams(entries)
@@ -113,14 +113,14 @@ def _line_end(tokenizer: Any) -> list[int]:
     """Return the last token of a line's end; empty where the tokenizer has none."""
     try:
         return [int(token) for token in tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]]
-    except Exception:  # some tokenizers fail on what they do not know
+    except Exception:  # some tokenizers fail on unknown text
         return []
 
 
 def _kept(path: Path, vocabulary: int) -> NDArray[np.int32]:
     """(vocabulary, 2k) int32 entries of `Bigrams` from a file; all -1 where the file is missing or does not fit."""
     k, entries = min(MOST, vocabulary), np.empty((0, 0), np.int32)
-    with contextlib.suppress(Exception), open(path, "rb") as file:  # a damaged head is read as Python, and so fails
+    with contextlib.suppress(Exception), open(path, "rb") as file:  # a damaged header may raise anything
         entries = np.lib.format.read_array(file, allow_pickle=False)
     whole = entries.shape == (vocabulary, 2 * k) and entries.dtype == np.int32 and (entries[:, :k] < vocabulary).all()
     return entries if whole else np.full((vocabulary, 2 * k), -1, np.int32)
@@ -135,7 +135,7 @@ def _fill(entries: NDArray[np.int32], speculation: Speculation, line_end: list[i
     while len(missing) and line_end and perf_counter() < end:
         tokens, began = missing[:nodes].astype(np.int32), perf_counter()
         speculation.read(verifier, torch.tensor([line_end], device=device))
-        if verifier.mode != "tree":  # which a prompt can show
+        if verifier.mode != "tree":  # a prompt can change the mode
             break
         siblings = DraftTree.from_paths([[token] for token in tokens.tolist()])
         best = verifier.forward(np.array(line_end, np.int32), siblings).logits[1:].float().topk(k)

@@ -104,7 +104,7 @@ def rows_of(prepared: Prepared, cache_name: str, new_cache: Callable[[], Any]) -
     mask = whole.model_kwargs.get("attention_mask")
     for index, padding in enumerate(padding_in_front(whole) or []):
         kwargs = {**whole.model_kwargs, cache_name: new_cache()}
-        if mask is not None:  # there may be padding inside the text, too
+        if mask is not None:  # there may also be padding inside the text
             rest = mask[index : index + 1, padding:]
             kwargs["attention_mask"] = None if bool(rest.all()) else rest
         if (positions := kwargs.get("position_ids")) is not None:
@@ -152,9 +152,9 @@ class SharedPrompt:
     def __init__(self, cache_name: str) -> None:
         self.members = 0
         self._cache_name = cache_name
-        self._is_read: Callable[[], bool] | None = None  # asks the sequence that reads it whether it still does
+        self._is_read: Callable[[], bool] | None = None  # whether the sequence that reads it still does
         self._rows: DynamicCache | None = None
-        self._last_pass: tuple[VerifierOutput, int] | None = None  # and the row of it that follows the prompt
+        self._last_pass: tuple[VerifierOutput, int] | None = None  # and the row after the prompt's last token
 
     def must_wait(self, is_reading: Callable[[], bool]) -> bool:
         """Whether another sequence is reading the prompt; if none is, the caller becomes its reader."""
@@ -283,14 +283,14 @@ def sequences_of(
     """
     nodes = dial(speculation.config.nodes if options.nodes is None else options.nodes)
     stores = speculation.open_stores(options.store)
-    used = speculation.drafters.get(options.draft, stores)  # an unknown preset is an error now
+    used = speculation.drafters.get(options.draft, stores)  # raises for an unknown preset
     rows = rows_of(prepared, speculation.interface.cache_name, speculation.new_cache)
     seed, criteria = _seed(prepared, options.seed), prepared.criteria
     if speculation.ranks is not None:
         seed, criteria = speculation.ranks.seed(seed), speculation.ranks.criteria(criteria)
     if together is None and len(rows) > 1:
         together = SharedPrompts(speculation.interface.cache_name)
-    verifiers = speculation.verifiers(len(rows), together is not None)  # looks at the model, then interface
+    verifiers = speculation.verifiers(len(rows), together is not None)  # checks the model before `interface` is used
     # Otherwise the drafter is the caller's, or must observe every pass.
     may_defer = (
         nodes is None and used is not None and used is not speculation.drafters.given and used.wants_hidden is None
@@ -379,7 +379,7 @@ class _CallLimits:
             limits,
             max_length=limits.max_length if max_length is None else max_length,
             draft_end=limits.draft_end + padding if limits.draft_end else 0,
-            padding=padding - self.unseen,  # which take no positions
+            padding=padding - self.unseen,  # padding takes no positions
         )
 
 
@@ -397,7 +397,7 @@ def _limits(speculation: Speculation, prepared: Prepared, num_rows: int, nodes: 
         draft_end=max(min(ends) - unseen, 1) if ends else 0,
         slot_end=max(interface.max_slots - unseen, 1) if interface.max_slots else 0,
         prefill_chunk=config.prefill_chunk,
-        prompt_logits=-(-config.prompt_logits // num_rows),  # with many rows what is learned there drafts less
+        prompt_logits=-(-config.prompt_logits // num_rows),  # with many rows, prompts' logits help less
         provenance=config.provenance,
         positions=interface.max_positions,
         bytes_per_token=speculation.bytes_per_token,

@@ -280,7 +280,7 @@ class Sequence:
         started, is_complete = self.status is not Status.WAITING, self.status is Status.COMPLETE
         try:
             if started:
-                self.commit()  # a walk that failed had got so far
+                self.commit()  # keep the rows of a failed walk
                 self.report.pass_kind, self.report.pass_reason = self.verifier.pass_kind, self.verifier.pass_reason
                 self.cache = self.verifier.finish()
         except Exception as error:

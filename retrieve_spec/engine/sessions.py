@@ -135,7 +135,7 @@ class Siblings(SessionMemory):
         self._prompt, self._rollouts = prompt, rollouts
         self._session = session
         self._heard: dict[object, tuple[list[int], int]] = {}
-        self._news: dict[object, None] = {}  # texts of which something is not read yet
+        self._news: dict[object, None] = {}  # texts with tokens that are not indexed yet
         self.automata = [] if session is None else list(session.automata)
         if prompt is not None and rollouts is not None:
             self.automata += rollouts.automata(prompt, vocabulary)

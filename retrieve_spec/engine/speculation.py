@@ -79,7 +79,7 @@ class Speculation:
             config, datastores, drafter, _model_key(model), tokenizer, passes.finding.interface.vocabulary
         )
         self.engine = Engine(in_step=self.ranks is not None)
-        self._padded: tuple[PaddedBatch, str] | None = None  # tried last, and why not to use it
+        self._padded: tuple[PaddedBatch, str] | None = None  # last result, and why not to use it
         self._said: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -199,7 +199,7 @@ class Speculation:
     def _padded_batch(self) -> tuple[PaddedBatch, str]:
         """Return the passes of the model's own forward that texts can share, and why not to use them; tried once."""
         if self._padded is None or self._padded[0].interface is not self.interface:
-            with keeping_texts(self.model):  # the call at hand may have been prepared already
+            with keeping_texts(self.model):  # the present call may already have been prepared
                 self._padded = PaddedBatch(self.model, self.interface), why_not_shared(self.model, self.interface)
         return self._padded
 
@@ -250,7 +250,7 @@ def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     def number(name: str, otherwise: int) -> int:
         try:
             return int(getattr(config, name, None) or otherwise)
-        except (AttributeError, RuntimeError, TypeError):  # layers that differ in it
+        except (AttributeError, RuntimeError, TypeError):  # layers differ
             return otherwise
 
     heads = number("num_attention_heads", 1)

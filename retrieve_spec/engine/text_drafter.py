@@ -79,7 +79,7 @@ class TextDrafter:
         return "" if self._is_deferred else self._begin()
 
     def _open(self) -> Drafter:
-        if self._is_forgotten:  # one that is deferred would take in what was said before
+        if self._is_forgotten:  # a deferred one would otherwise learn the forgotten text
             raise NotDraftedError("the text of its scope was forgotten meanwhile")
         self._opened = drafter = self._drafters.open(self._options)
         return drafter if self._wrap is None else self._wrap(drafter)

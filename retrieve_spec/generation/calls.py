@@ -192,7 +192,7 @@ def why_not_inside(model: Any) -> str:
 
     try:
         given = type(model).generate(model, sample_tokens(model, 4), max_new_tokens=1, custom_generate=take)
-    except Exception:  # whatever a model says to a prompt without what it is made for
+    except Exception:  # models may raise anything without their usual inputs
         return why
     return "" if len(taken) == 2 and taken[0] is model and given is taken[1] else why
 
@@ -382,7 +382,7 @@ def why_delegated(model: Any, interface: ModelInterface) -> str:
         prepare(model, of_class, interface, arguments)
     except DelegatedCall as why:
         return str(why)
-    except Exception as error:  # whatever a model says to a prompt without what it is made for
+    except Exception as error:  # models may raise anything without their usual inputs
         return f"a prompt of text alone fails ({in_a_line(error)})"
     return ""
 

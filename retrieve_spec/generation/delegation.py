@@ -291,7 +291,7 @@ def _crosses_rope_switch(call: PreparedCall) -> str:
     """LongRoPE: `generate` recomputes a cache that was begun with the short factors when the text becomes long."""
     length, switch = call.ids.shape[1], call.interface.rope_switch
     reached = length if call.positions is None else min(length, int(call.positions.flatten()[-1]) + 1)  # no padding
-    begins = min(call.past or reached, reached)  # a cache of no more tokens than that is read anew
+    begins = min(call.past or reached, reached)  # a cache with fewer tokens is read again
     crosses = call.interface.rope_rescans and begins <= switch < call.captured.generation_config.max_length
     return f"the model recomputes its cache at {switch} tokens" if crosses else ""
 

@@ -206,7 +206,7 @@ def generate_stream(
     if arguments.get("streamer") is not None:
         raise ConfigError("a stream without a streamer", "one", "Read the pieces, or give it to generate.")
     samples = setting(model, arguments, "num_return_sequences") or 1
-    if samples > 1:  # whose tokens a piece holds would not be known
+    if samples > 1:  # a piece would not tell whose tokens it has
         raise ConfigError(
             "one sample to stream",
             f"num_return_sequences={samples}",
@@ -344,7 +344,7 @@ class Requests(Answers[Finished]):
     ) -> None:
         self._model, self._common, self._kept_order = model, common, order == "given"
         self._speculation = speculation_of(model)
-        self._rows = 1 if self._speculation.batching_blocker() else rows  # they would only wait for one another
+        self._rows = 1 if self._speculation.batching_blocker() else rows  # rows would only wait for each other
         self._prompts = SharedPrompts(self._speculation.interface.cache_name)
         self._given = enumerate(requests)
         self._under_way: dict[int, _UnderWay] = {}
@@ -391,7 +391,7 @@ class Requests(Answers[Finished]):
         for index, request in self._given:
             try:
                 made = self._begin(index, request)
-            except Exception as error:  # of this request alone
+            except Exception as error:  # fails this request only
                 self._over.append(Finished(index, request, error=error))
                 made = []
             yield from made
@@ -439,7 +439,7 @@ class Requests(Answers[Finished]):
         job = self._under_way.pop(id(sequence))
         if sequence.error is not None:
             self._speculation.engine.leave(*job.sequences)
-            if not isinstance(sequence.error, Exception):  # as KeyboardInterrupt from a processor
+            if not isinstance(sequence.error, Exception):  # such as KeyboardInterrupt in a processor
                 raise sequence.error
         if any(id(other) in self._under_way for other in job.sequences):
             return

@@ -276,7 +276,7 @@ def _clone(states: I32, edges: I32, slots: I32, meta: I64, p: int, token: int, q
         while e >= 0:
             last = e
             e = edges[e, E_NEXT]
-        while last >= 0:  # oldest first, so that the copy ends in the same order
+        while last >= 0:  # oldest first, so that the copy has the same order
             target, count = np.int64(edges[last, E_TARGET]), np.int64(edges[last, E_COUNT])
             _list_edge(states, edges, slots, meta, c, edges[last, E_TOKEN], target, count)
             last = edges[last, E_PREV]
@@ -315,7 +315,7 @@ def _append(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> None:
     upd_len = meta[M_UPD_LEN]
     while upd > 0 and states[states[upd, LINK], LENGTH] >= upd_len:
         upd = np.int64(states[upd, LINK])
-    # From the counted suffix upwards, count the successors that exist already.
+    # From the counted suffix upwards, count existing successors.
     more = np.int64(1)
     p = upd
     while p >= 0:
@@ -326,7 +326,7 @@ def _append(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> None:
         p = np.int64(states[p, LINK])
     q = step(states, edges, slots, last, token)
     if q >= 0:
-        # Only after a boundary: the text so far has been here before.
+        # Only after a boundary: the text so far occurred before.
         if states[q, LENGTH] != states[last, LENGTH] + 1:
             q = _clone(states, edges, slots, meta, last, token, q)
         meta[M_LAST] = q

@@ -29,11 +29,11 @@ PLAN = np.dtype(
         for name in (
             # number of the step, the longest draft, tokens of the model
             *("now", "deepest", "vocabulary"),
-            # written by the kernel: the longest text, the row that has `DIVERGED`
+            # written by the kernel: the longest text, and the row that has `DIVERGED`
             *("context", "diverged_row"),
-            # counters: steps, their rows, tokens drafted, of these the right ones, tokens that came
+            # counters: steps, rows, drafted tokens, accepted tokens, emitted tokens
             *("steps", "rows", "drafted", "accepted", "emitted"),
-            # the row that a call begins with, 0 for a new step; those before it have drafted
+            # first row of a call, 0 for a new step; rows before it have drafted
             "begin",
         )
     ],
@@ -150,8 +150,8 @@ def _follow_and_grow(
     if len(emitted) > 0:
         _judge(request, plan, emitted)
         _keep(request, emitted)
-    one = np.int64(1)  # not a literal: for each of those the step would be compiled once more
-    request.num_verified, request.least_p = 0, least  # judged above, as the engine verifies one branch
+    one = np.int64(1)  # not a literal, since each literal would compile the step again
+    request.num_verified, request.least_p = 0, least  # judged above, since the engine verifies chains
     room, _, tree = propose(address, cost, most, most, one, emitted, no_block, no_top, no_logits, one)
     request.least_p = 0.0
     request.num_unread = len(emitted) - room
@@ -227,7 +227,7 @@ def step_chains(
         most = max(min(plan.deepest, calls[i].longest - length - 1), np.int64(0))
         paid = cost[: most + 1] if rows == 1 else cost[:0]
         if not _follow_and_grow(calls[i].request, plan, emitted, most, least, paid):
-            plan.begin = i  # the rows after it learn from the same tables once it has drafted
+            plan.begin = i  # later rows learn in the same tables after it has drafted
             return FULL
     for i in range(rows):
         total += request_at(calls[i].request).num_drafted

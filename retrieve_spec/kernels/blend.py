@@ -197,7 +197,7 @@ def blend(
             levels[level, 1],
             levels[level, 3],
             recency,
-            0.999 * floor / max(spend, 1e-30),  # just below: the limit itself is drawn here, for all sources alike
+            0.999 * floor / max(spend, 1e-30),  # slightly less, since the limit itself is applied below, to all sources
             read_tokens,
             read_counts,
             read_p,

@@ -46,7 +46,7 @@ _FURTHEST = 500.0
 @door
 def length_bucket(n: int) -> int:
     """Return 0 … 11 for match lengths 0, 1, 2, 3, 4, 5, 6–7, 8–11, 12–15, 16–23, 24–39, 40 and more."""
-    # Sums, as no branch can be foretold; they begin with a number, as truth values of NumPy alone add up to one.
+    # A sum, since branches would be unpredictable; it starts with an int, since NumPy's booleans add up to a boolean.
     short = 0 + (n >= 1) + (n >= 2) + (n >= 3) + (n >= 4) + (n >= 5) + (n >= 6)
     return short + (n >= 8) + (n >= 12) + (n >= 16) + (n >= 24) + (n >= 40)
 
@@ -81,13 +81,13 @@ def prior_weight(source: int, length: int, total: int, distinct: int) -> float:
     """Return a level's prior weight: n / (n + a·d), where a decreases with the match length."""
     if source == _RECYCLING or source == _DISTILLED:  # the target's own probabilities
         return 0.75 if length >= 2 else 0.6
-    if source == _BIGRAMS:  # the same, whatever stood before
+    if source == _BIGRAMS:  # the target's, regardless of earlier tokens
         return 0.5
-    if source == _PHRASES:  # said to others, often by other subjects
+    if source == _PHRASES:  # from other requests, often on other subjects
         return 0.75 * total / (total + 10.0)
-    if source == _ALIGNMENT:  # the length is how many of its last predictions came true
+    if source == _ALIGNMENT:  # the length is the number of its recent right predictions
         return 0.1 + 0.06 * length
-    if source == _PREDICTION:  # one continuation, trusted by how long it has been right
+    if source == _PREDICTION:  # one continuation; trust depends on how long it has been right
         return 0.9 - 0.5 / (1.0 + length)
     if length == 0:
         a = 20.0
@@ -102,7 +102,7 @@ def prior_weight(source: int, length: int, total: int, distinct: int) -> float:
     else:
         a = max(0.15, 3.5 / length)
     if source > _RECYCLING:  # a store
-        a = 3.0 if source == _DENSE and length < 6 else 1.0  # a similar state says less than the same text
+        a = 3.0 if source == _DENSE and length < 6 else 1.0  # similar states predict less than equal text
     return total / (total + a * distinct)
 
 
@@ -254,7 +254,7 @@ def learn_passes(
         for k in range(size):
             gains[k] = 0.0
             for j in range(size):
-                decay = (memory if k else 1.0) * (memory if j else 1.0)  # the level log T(0) does not fade
+                decay = (memory if k else 1.0) * (memory if j else 1.0)  # log T(0) itself does not fade
                 covariance[k, j] = covariance[k, j] * decay + growth[k, j]
                 gains[k] += covariance[k, j] * slope[j]
             variance += slope[k] * gains[k]
@@ -263,5 +263,5 @@ def learn_passes(
             mean[k] += gains[k] * surprise / variance
             for j in range(size):
                 covariance[k, j] -= gains[k] * gains[j] / variance
-        rate = noise_rule[0] * noise[0] / variance  # nothing is learned of the noise while all else is unsure
+        rate = noise_rule[0] * noise[0] / variance  # the noise is not learned while everything else is uncertain
         noise[0] = max(noise_rule[1], noise[0] + rate * (surprise * surprise - variance))

@@ -111,7 +111,7 @@ def code_folder(kernel: Callable[..., Any] = _beside) -> Path:
         kept = njit(cache=True)(kernel)
     except RuntimeError:  # Numba finds no folder
         config.CACHE_DIR = str(temporary_dir("Code of compiled kernels", "NUMBA_CACHE_DIR") / "kernels")
-        os.environ["NUMBA_CACHE_DIR"] = config.CACHE_DIR  # for the processes that this one starts
+        os.environ["NUMBA_CACHE_DIR"] = config.CACHE_DIR  # also for child processes
         kept = njit(cache=True)(kernel)
     return Path(kept.stats.cache_path)
 
@@ -122,7 +122,7 @@ def drop_stale(folder: Path, sources: Iterable[Path]) -> int:
     A kernel contains the code of those it calls. When one of these changes in another file, for example by `git pull`,
     Numba would keep using the old code.
     """
-    now = time.time_ns()  # files from the future, as another machine's clock makes them, would be newer for ever
+    now = time.time_ns()  # files with future times, by another machine's clock, would always be newer
     newest = max((t for source in sources if (t := source.stat().st_mtime_ns) <= now), default=0)
     stale = [index for index in folder.glob("*.nbi") if index.stat().st_mtime_ns < newest]
     for index in stale:
@@ -133,7 +133,7 @@ def drop_stale(folder: Path, sources: Iterable[Path]) -> int:
 def drop_stale_kernels(kernel: Callable[..., Any] = _beside) -> None:
     """Call `drop_stale` for the folder of a kernel, before any kernel there is first called."""
     if not config.DISABLE_JIT:
-        with contextlib.suppress(OSError):  # another process was faster, or the folder may only be read
+        with contextlib.suppress(OSError):  # another process deleted it, or the folder is read-only
             kernels = Path(__file__).parent
             drop_stale(code_folder(kernel), [*kernels.rglob("*.py"), kernels.parent / "config.py"])
 

@@ -150,7 +150,7 @@ def follow(
     for s in range(rows):
         source = table[s]
         if source.kind == KIND_RECYCLING or source.kind == KIND_PHRASES or source.kind == KIND_DISTILLED:
-            recycling.ask_for(recycling_sets(source.recycling), tails, at)  # read after the automata were followed
+            recycling.ask_for(recycling_sets(source.recycling), tails, at)  # read only after the automata have advanced
         elif source.kind == KIND_BIGRAMS:
             known = source.recycling
             prefetch(known.entries + 8 * known.k * min(token, known.capacity))
@@ -296,13 +296,13 @@ def expand(
         gain += np.float64(node_p[i])
         follow(table, cursors, tails, i, i + 1, np.int32(nodes[i, 0]), stores)
     best_rate = gain / np.float64(cost[n]) if len(cost) > 0 else 0.0
-    while True:  # the root, then every node as it is taken: the n-th stands at place n of cursors and tails
+    while True:  # the root, then every node in order; the n-th has row n of cursors and tails
         if depth < max_depth and n < max_nodes:
             valid = min(request.length + depth, TAIL)
-            # No candidate below `cutoff` can be among the best: levels with too little mass to make one are not read.
+            # No candidate below `cutoff` can be among the best, so levels with too little mass for one are not read.
             least = max(request.min_p, cutoff) / path_p
             mass = MASS_FLOOR if sampled else max(least, MASS_FLOOR)
-            negligible = 0.0 if sampled else NEGLIGIBLE * least  # known noise can make a small share the largest
+            negligible = 0.0 if sampled else NEGLIGIBLE * least  # with known noise, a small share can win
             k = collect_levels(request, cursors, n * rows, tails, n, valid, mass, stores)
             c = blend(request, cursors, n * rows, k, negligible, n + 1, stores)
             if sampled:

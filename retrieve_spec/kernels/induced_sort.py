@@ -49,7 +49,7 @@ def _sort_into(text: NDArray[Any], size: int, sa: NDArray[np.int32]) -> None:
     """Sort the suffixes of a text into an array of zeros."""
     n = len(text)
     if n < 2:
-        return  # the one position is 0
+        return  # the only position is 0
     counts = count_tokens(text, size)
     borders = find_borders(text, np.empty(n // 2 + 1, np.int32))
     m = len(borders)
@@ -85,7 +85,7 @@ def find_borders(text, buffer):  # type: ignore[no-untyped-def]
         was_s = is_s
         is_s = (token < following) | ((token == following) & is_s)
         following = token
-        buffer[at - 1] = i + 1  # no branch: types change at random
+        buffer[at - 1] = i + 1  # branchless, as types change unpredictably
         at -= was_s & (not is_s)
     return buffer[at:]
 
@@ -128,11 +128,11 @@ def order_borders(text, sa, counts, borders):  # type: ignore[no-untyped-def]
     n, m = len(text), len(borders)
     places = np.empty(len(counts), np.int32)
     _ends(counts, places)
-    for i in range(m - 1, 0, -1):  # the first one is in front of no other
+    for i in range(m - 1, 0, -1):  # nothing precedes the first suffix
         token = text[borders[i]]
         places[token] -= 1
         sa[places[token]] = borders[i] - 1
-    # Entries are positions in front of those they stand for. First all of type L that follow a border, rising …
+    # An entry is the position before its suffix. First, in ascending order, all suffixes of type L after a border …
     _starts(counts, places)
     token = text[n - 1]
     sa[places[token]] = ~(n - 2) if text[n - 2] < token else n - 2
@@ -151,7 +151,7 @@ def order_borders(text, sa, counts, borders):  # type: ignore[no-untyped-def]
             sa[i] = 0
         elif j < 0:
             sa[i] = ~j
-    # … then all of type S, falling; of these the borders stay, marked.
+    # … then, in descending order, all of type S, of which borders are kept, marked.
     _ends(counts, places)
     for i in range(n - 1, -1, -1):
         if i >= _AHEAD:
@@ -210,7 +210,7 @@ def name_borders(text, sa, borders):  # type: ignore[no-untyped-def]
 def borders_of_ranks(sa, borders, names):  # type: ignore[no-untyped-def]
     """Replace the sorted suffixes of the text of names, at the beginning, by their borders."""
     n, m = len(sa), len(borders)
-    if names == m:  # each name is a rank
+    if names == m:  # names are ranks
         for i in range(m):
             sa[sa[n - m + i]] = borders[i]
     else:
@@ -227,7 +227,7 @@ def induce(text, sa, counts, m):  # type: ignore[no-untyped-def]
     places = np.empty(len(counts), np.int32)
     _ends(counts, places)
     sa[m:] = 0
-    for i in range(m - 1, -1, -1):  # no border moves down
+    for i in range(m - 1, -1, -1):  # borders only move up
         if i >= _AHEAD:
             _prefetch_text(text, sa[i - _AHEAD] + 1)
             _prefetch_place(text, places, sa[i - _NEAR])

@@ -223,7 +223,7 @@ def learn(request: Record, emitted: NDArray[np.int32], every: int, stores: int |
     disabled = np.empty(len(table), np.int64)
     for s in range(len(table)):
         disabled[s] = table[s].disabled
-    here = np.int64(0)  # not a literal: for each of those Numba compiles what it is given to once more
+    here = np.int64(0)  # not a literal, since each literal would compile the callee again
     for i in range(len(emitted)):
         token = emitted[i]
         for s in range(len(table)):
@@ -237,7 +237,7 @@ def learn(request: Record, emitted: NDArray[np.int32], every: int, stores: int |
         learn_scale(request, c, token)
         learn_weights(request, adapted, k, token, stores)
         for s in range(len(table)):
-            for j in range(CURSOR):  # an assigned slice is compiled with what it says of shapes that differ: seconds
+            for j in range(CURSOR):  # a loop, since Numba takes seconds to compile a slice assignment's shape check
                 moved[0, j] = cursors[s, j]
             advance_row(table[s], cursors, s, token, moved, here, stores)
             for j in range(CURSOR):

@@ -142,7 +142,7 @@ def _ngram_level(source: Record, hashes: NDArray[np.uint64], order: int) -> tupl
     slots = ngram_slots(source.ngram)
     while order > 0:
         slot = ngram_find(slots, hashes[0, order - 1])
-        if slot >= 0 and ngram.ngram_kept(slots, slot) > 0:  # none where all that had it was deleted
+        if slot >= 0 and ngram.ngram_kept(slots, slot) > 0:  # none if all documents with it were deleted
             return np.int64(slot), np.int64(order)
         order -= 1
     return np.int64(0), np.int64(-1)
@@ -151,7 +151,7 @@ def _ngram_level(source: Record, hashes: NDArray[np.uint64], order: int) -> tupl
 @inner
 def look_up(source: Record, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
     """Search an n-gram table for its longest level of at most ``order`` tokens."""
-    for i in range(order):  # all slots at once: they lie far apart, and one after the other each would be waited for
+    for i in range(order):  # all slots at once, since each would be a cache miss
         prefetch(source.ngram.slots + ngram.SLOT_BYTES * ngram.home(hashes[0, i], source.ngram.num_slots))
     return _ngram_level(source, hashes, order)
 
@@ -208,7 +208,7 @@ def evidence(source: Record, cursors: NDArray[np.int64], c: int, handle: int, st
         if kind == KIND_NGRAM:
             slots = ngram_slots(source.ngram)
             first = np.int64(slots[handle, ngram.START])
-            prefetch(source.ngram.tokens + source.ngram.token_bytes * first)  # the level is read later, if at all
+            prefetch(source.ngram.tokens + source.ngram.token_bytes * first)  # read later, if at all
             prefetch(source.ngram.counts + 4 * first)
             total = max(np.int64(slots[handle, ngram.TOTAL]), np.int64(1))  # 0 in a damaged store only
             return total, ngram.ngram_distinct(slots, handle)
@@ -272,7 +272,7 @@ def read_level(
             n = 0
             for i in range(first, min(end, first + READ_LIMIT)):
                 token = ngram_token(source.ngram, i)
-                if token < source.ngram.vocabulary:  # a damaged store can hold ids that the model has not
+                if token < source.ngram.vocabulary:  # a damaged store may have ids that the model lacks
                     out_tokens[n] = token
                     out_p[n] = counts[i] / total
                     n += 1

@@ -9,7 +9,7 @@ A context is hashed from its newest to its oldest token, so the hash of order k 
 
     h = 0
     for token in reversed(text):      # newest first
-        h = ngram_hash(h, token)      # h now stands for one more token
+        h = ngram_hash(h, token)      # h now covers one more token
         slot = ngram_find(slots, h)
 
 A *context filter* tells by one read which of many small tables may hold a context. It is a bit matrix with a row per
@@ -235,7 +235,7 @@ def _top_continuations(tokens, sa, shared, ahead, to_global, i, order, kept, out
         first = end
         if ahead[source] <= order or (n == kept and out_counts[n - 1] >= count):
             continue
-        # Insertion from the right; local ids rise along the run, so an equal count goes after it.
+        # Insert from the right; local ids ascend along the run, so equal counts come after.
         n = min(n + 1, kept)
         at = n - 1
         while at > 0 and out_counts[at - 1] < count:
@@ -300,7 +300,7 @@ def _forget(slots, slot, succ_tokens, succ_counts, token):  # type: ignore[no-un
     if at >= end:
         return
     count = np.int64(succ_counts[at]) - 1
-    # Down to its place: the most frequent come first, of equals the smaller token.
+    # Move it back to its rank: most frequent first, ties by token.
     while at + 1 < end and (
         succ_counts[at + 1] > count or (succ_counts[at + 1] == count and succ_tokens[at + 1] < token)
     ):
@@ -309,7 +309,7 @@ def _forget(slots, slot, succ_tokens, succ_counts, token):  # type: ignore[no-un
         at += 1
     succ_counts[at] = max(count, 0)
     succ_tokens[at] = token
-    if count <= 0:  # the last one now
+    if count <= 0:  # now the last one
         slots[slot, EXTENT] = np.uint32(((kept - 1) << 16) | max((extent & 0xFFFF) - 1, np.int64(0)))
 
 

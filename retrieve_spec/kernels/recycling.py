@@ -165,14 +165,14 @@ def _average(
             scratch_ids[old] = tokens[old]
             scratch_p[old] = (1.0 - rate) * np.float64(probs[old])
             old += 1
-    fresh = np.int64(0)  # bit j: the entry does not have new token j, whose share goes where nothing is read
+    fresh = np.int64(0)  # bit j: the entry lacks new token j, whose share is written to an unused place
     for j in range(width):
-        at = place_among_eight(np.int64(tokens.ctypes.data), new_ids[row, j])  # what follows an entry is not in it
+        at = place_among_eight(np.int64(tokens.ctypes.data), new_ids[row, j])  # later words belong to others
         at = at if at < old else MOST
         scratch_p[at] = np.float64(scratch_p[at]) + rate * np.float64(new_p[j])
         fresh |= np.int64(at == MOST) << j
     n = np.int64(0)
-    for i in range(old):  # first: they are nearly in order
+    for i in range(old):  # first, since they are almost sorted
         n = _put(tokens, probs, n, k, scratch_ids[i], scratch_p[i])
     for j in range(width):
         if fresh >> j & 1:

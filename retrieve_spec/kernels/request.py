@@ -76,12 +76,11 @@ REQUEST = np.dtype(
             "has_prediction", "has_stores",
             # 1 if tokens are sampled with known noise, and what keys it: seed, row, position of the next token.
             "sampled", "seed", "row", "position",
-            # The token that the last draft began with, or would have if it had paid.
+            # First token of the last draft, made or skipped.
             "first_token",
-            # What became of the last draft: its nodes, how many tokens of it were accepted; 1 to find where nodes stand
-            # in stores.
+            # Outcome of the last draft: its nodes, and accepted tokens; 1 to find the origins of nodes in stores.
             "num_verified", "num_accepted", "find_origins",
-            # Tokens that the next draft begins with whatever sources say: the first of `nodes` and `node_p`.
+            # Number of forced tokens at the start of the next draft: the first of `nodes` and `node_p`.
             "num_forced",
             # Of a request whose text an engine keeps (`kernels/batch.py`): address of the generated tokens (int32), how
             # many there is room for and there are, the last of these that the text's automaton had no room for; tokens
@@ -89,9 +88,9 @@ REQUEST = np.dtype(
             "output", "output_capacity", "output_length", "num_unread", "num_drafted", "step",
         )),
         ("first_p", np.float64),  # probability of `first_token`, 0 for none
-        ("min_p", np.float64),  # least path probability of a node
-        ("least_p", np.float64),  # probability of a path below which no node pays
-        ("expected", np.float64),  # accepted tokens expected of the draft that was verified
+        ("min_p", np.float64),  # smallest path probability of a node
+        ("least_p", np.float64),  # path probability below which no node pays
+        ("expected", np.float64),  # expected accepted tokens of the verified draft
     ],
     align=True,
 )  # fmt: skip
@@ -222,7 +221,7 @@ def disable_sources(request: Record) -> None:
             table[s].disabled = 1
         elif use[s] >= (OF_USE if slow else _ENABLED_FROM):
             table[s].disabled = 0
-        if s <= request.text_source + 1 or s == request.dense_source:  # neighbours are asked when that pays
+        if s <= request.text_source + 1 or s == request.dense_source:  # neighbours are searched when that pays
             table[s].disabled = 0
         if table[s].disabled == 1:
             request.any_disabled = 1
@@ -248,7 +247,7 @@ def follow_all(
     """
     known = len(window) >= GRAM
     gram = newest_gram(window) if known else np.uint64(0)
-    for i in range(len(cursors)):  # all words at once: they lie far apart, and each would be waited for
+    for i in range(len(cursors)):  # all words at once, since each would be a cache miss
         segment = table[first + i].exact
         if known and segment.num_grams > 0:
             prefetch(segment.grams + 8 * home(gram, segment.num_grams))
@@ -278,7 +277,7 @@ def _follow(
         lo, hi, depth = a, b, depth + 1
         i += 1
     if depth == 0 or i < n:
-        # The match before token i was `depth` long and did not go on with it, or was shorter than `least`.
+        # The match before token i had length `depth` and did not continue with it, or was shorter than `least`.
         longest = min((depth if depth > 0 else least) - 1 + n - i, n, MATCH)
         if known and longest >= GRAM and not may_hold(view_u64(segment.grams, segment.num_grams), gram):
             longest = np.int64(GRAM - 1)
@@ -319,7 +318,7 @@ def follow_stores(
     kept, fresh = request.num_recent, len(tokens)
     recent = view_i32(request.recent, MATCH)
     window = np.empty(kept + fresh, np.int32)
-    for i in range(kept):  # Numba compiles what a slice that is assigned says of shapes that differ, for seconds
+    for i in range(kept):  # a loop, since Numba takes seconds to compile a slice assignment's shape check
         window[i] = recent[i]
     for i in range(fresh):
         window[kept + i] = tokens[i]
@@ -386,7 +385,7 @@ def read(address: int, tokens: NDArray[np.int32], looked_at: int, stores: int | 
             state, matched = automaton.advance(states, edges, slots, state, matched, tokens[i])
         cursors[s, 0], cursors[s, 1] = state, matched
     roots = stored_cursors(request)
-    if n > MATCH:  # only the end is followed: what was matched before does not reach it
+    if n > MATCH:  # only the end is followed; earlier matches do not reach it
         roots[:] = 0
     follow_stores(request, tokens[max(n - MATCH, 0) :], roots, stores)
     newest = newest_of(request)
@@ -466,7 +465,7 @@ def follow_expected(
             cursors[0, 1] = -1
     if cursors[0, 1] <= 0 and len(emitted) > 0:
         position, matched = anchor(text, recent, cursors[0, 0])
-        if matched > 0:  # otherwise the place last known stays the one to look near
+        if matched > 0:  # otherwise keep searching near the last known place
             cursors[0, 0], cursors[0, 1] = position, matched
             for c in range(1, 3):
                 if cursors[c, 0] == position:

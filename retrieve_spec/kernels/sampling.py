@@ -62,7 +62,7 @@ def _least_bits(gap: float) -> np.uint64:
 
     It wins when its uniform number is above exp(-exp(-gap)) >= 1 - exp(-gap).
     """
-    if not gap > 0.0:  # above it, or no number
+    if not gap > 0.0:  # above it, or NaN
         return np.uint64(0)
     return np.uint64(max((1.0 - np.exp(-gap) * (1.0 + 1e-9)) * 9007199254740992.0 - 2.0, 0.0))
 

@@ -244,7 +244,7 @@ def exact_successors(
     to_global = view_u32(exact.to_global, exact.num_local)
     known = 0
     for i in range(n):
-        if out_tokens[i] < len(to_global):  # a damaged store can hold other ids
+        if out_tokens[i] < len(to_global):  # a damaged store may have other ids
             out_tokens[known] = to_global[out_tokens[i]]
             out_counts[known] = out_counts[i]
             known += 1

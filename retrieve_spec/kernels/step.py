@@ -88,7 +88,7 @@ def observe(
         recent = window[max(len(window) - state.LOOKBACK, 0) :]
         state.follow_expected(expected_text(table[0].prediction), state.expected_cursors(table[0]), emitted, recent)
     appended = state.grow_context(request, emitted, np.int64(1))
-    if contexts > 0:  # last: calibration must not see the answer
+    if contexts > 0:  # last, since calibration must not see the answer
         _recycle(table, tails, lens, top_ids, top_logits)
     return appended
 
@@ -174,7 +174,7 @@ def depth_first(
         stack[top] = at
         top += 1
         at = first[at + 1]
-    # Where a first branch can be read in one piece, say so: what stands before its end stands before its beginning.
+    # Along a first branch, give nodes consecutive origins if they are in one segment.
     for i in range(n - 1, 0, -1):
         known = parents[i] == i - 1 and origins[i] >= 0 and origins[i - 1] >= 0
         if known and origins[i] >> ORIGIN_BITS == origins[i - 1] >> ORIGIN_BITS:
@@ -236,7 +236,7 @@ def find_origins(request: Record, num_nodes: int, out: NDArray[np.int64]) -> Non
             else:
                 segment = table[s].exact
                 position = np.int64(suffixes_of(segment)[cursors[c, 0]]) + longest - 1
-                if position < segment.length:  # a damaged store can say else
+                if position < segment.length:  # may be wrong in a damaged store
                     out[i] = (segment.segment << ORIGIN_BITS) | position
 
 

@@ -232,7 +232,7 @@ def sa_search(tokens, sa, top, bits, pattern, start, n):  # type: ignore[no-unty
     spare = np.uint64((64 // bits - width) * bits)
     low = _pack(pattern, start, width, width, bits) << spare
     high = low | ((np.uint64(1) << spare) - np.uint64(1))
-    zero, one = np.int64(0), np.int64(1)  # not literals: for each of those the search would be compiled once more
+    zero, one = np.int64(0), np.int64(1)  # not literals, since each literal would compile the search again
     a = _first_beyond(top, zero, low, zero)
     b = _first_beyond(top, a, high, one)
     # Suffixes between the last sample below and the first sample above.

@@ -67,7 +67,7 @@ def _grow(
         if states[states[state, LINK], LENGTH] < COUNTED:
             occurrences = max(occurrences, front[best, F_COUNT])
         waiting -= 1
-        for i in range(best, waiting):  # keeps the order in which they were found
+        for i in range(best, waiting):  # keeps the order of discovery
             front_p[i] = front_p[i + 1]
             for j in range(5):
                 front[i, j] = front[i + 1, j]
@@ -118,7 +118,7 @@ def speculate(
             s = np.int64(states[s, LINK])
         chain[m] = s
     best_n, best = 0, 0.0
-    whole, reach = np.int64(-1), np.int64(0)  # state whose last tree no limit had cut, and how deep that was
+    whole, reach = np.int64(-1), np.int64(0)  # last state whose tree was not cut by a limit, and the tree's depth
     trial, trial_p = np.empty((max_nodes, 2), np.int32), np.empty(max_nodes, np.float64)
     for m in range(1, longest + 1):
         limit = np.int64(min(max_nodes, np.int64(factor * m + 1e-6)))

@@ -32,7 +32,7 @@ def row_topk(
         row = logits[r]
         best = values[r]
         best[:] = -np.inf
-        for b in range(blocks):  # the k largest maxima, in the place of the result
+        for b in range(blocks):  # the k largest maxima, stored in the result's array
             x = maxima[r, b]
             unordered |= np.isnan(x)
             if x > best[k - 1]:

@@ -49,7 +49,7 @@ def fill_tree_mask(
     """
     cached = mask.shape[1] - num_roots - len(parent)
     slots = np.concatenate([past + np.arange(num_roots), past + num_roots - 1 + depth])
-    first = np.zeros_like(slots)  # visible slot of each row: both limits only ever cut off the oldest ones
+    first = np.zeros_like(slots)  # first visible slot of each row: both limits hide only the oldest slots
     if window > 0:
         first = np.maximum(first, slots - window + 1)
     if chunk > 0:

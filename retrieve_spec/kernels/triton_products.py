@@ -143,7 +143,7 @@ def _linears(  # type: ignore[no-untyped-def]
     if BITS == 16:
         weights = weight + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * inputs + k[None, :]
     for at in range(split * share, tl.minimum((split + 1) * share, inputs), BLOCK_K):
-        some = tl.load(given + at, there[:, None], 0.0)  # no row is read twice: all programs would at once
+        some = tl.load(given + at, there[:, None], 0.0)  # masked, so that programs do not all read the same row
         if BITS == 16:
             total = tl.dot(tl.load(weights + at, eviction_policy="evict_first"), tl.trans(some), total)
         else:
@@ -260,7 +260,7 @@ def _tiles(rows: int, inputs: int, weights: Sequence[torch.Tensor], shared: int)
     block_m = next((size for size in BLOCKS if rows <= size), BLOCKS[-1])
     if packed:
         bits, warps = bits_of(weights[0].shape[1], inputs // GROUP), 2
-        if block_m > BLOCKS[0]:  # sums leave registers for few inputs
+        if block_m > BLOCKS[0]:  # avoids spilling sums when there are few inputs
             block_m, block_n, block_k = BLOCKS[1], 2 * block_n, GROUP
     else:
         stages = min(5 if block_m == BLOCKS[0] else stages, shared // (2 * block_k * (block_m + block_n)))

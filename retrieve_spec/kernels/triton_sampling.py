@@ -52,7 +52,7 @@ def _scaled_block(scores, rules, stride, vocab, row, BLOCK: tl.constexpr):  # ty
 def _contenders(  # type: ignore[no-untyped-def]
     scores,  # (rows, vocab), stride given
     rules,  # (rows, _FIELDS) int64
-    values_out,  # (rows, blocks · SLOTS) float32, -inf where no token stands
+    values_out,  # (rows, blocks · SLOTS) float32, -inf where there is no token
     ids_out,  # the same, int64
     stride,
     vocab,
@@ -71,7 +71,7 @@ def _contenders(  # type: ignore[no-untyped-def]
     t = ((9007199254740991 - bits).to(tl.float32) + 0.5) * (1.0 / 9007199254740992.0)
     weight = tl.exp(tl.max(scaled, 0) - scaled)
     most = tl.min(weight * t * tl.rsqrt(u), 0)
-    able = weight * (2.0 * t / (2.0 - t)) <= most * 1.001  # far more than float32 rounds
+    able = weight * (2.0 * t / (2.0 - t)) <= most * 1.001  # far above float32's rounding
     wrong = (tl.sum((values < float("inf")).to(tl.int32), 0) < BLOCK) | (tl.sum(able.to(tl.int32), 0) > SLOTS)
     able |= wrong
     place = tl.cumsum(able.to(tl.int32), 0) - 1
@@ -111,13 +111,13 @@ def _draw(  # type: ignore[no-untyped-def]
     given,  # (rows, count): candidates' logits
     given_ids,  # (rows, count) int64
     rules,  # (rows, _FIELDS) int64
-    masses,  # (rows, blocks, 2) float64, of all tokens; read where there are BLOCKS
+    masses,  # (rows, blocks, 2) float64, of all tokens; read if there are BLOCKS
     drawn,  # (rows,) int64
     count,
     blocks,
     COUNT: tl.constexpr,
     BLOCKS: tl.constexpr,
-    WHOLE: tl.constexpr,  # whether no other token may come
+    WHOLE: tl.constexpr,  # whether no other token can be drawn
 ):
     """Draw one of a row's candidates that its rules leave; -1 if that is uncertain."""
     row = tl.program_id(0).to(tl.int64)
@@ -131,7 +131,7 @@ def _draw(  # type: ignore[no-untyped-def]
     ids = tl.load(given_ids + row * count + i, i < count, 0)
     level = level_of(values)
     order = order_of(level, ids)
-    last = tl.min(tl.where(i < count, level, 1 << 32), 0)  # tokens that are no candidates are at most this
+    last = tl.min(tl.where(i < count, level, 1 << 32), 0)  # upper bound of tokens that are not candidates
     scaled = tl.div_rn(values, temperature.to(tl.float32)).to(tl.float64)
     top = tl.max(scaled, 0)
     keep = values > -float("inf")
@@ -149,14 +149,14 @@ def _draw(  # type: ignore[no-untyped-def]
             tops = tl.load(at, block < blocks, -float("inf"))
             whole = tl.sum(tl.load(at + 1, block < blocks, 0.0) * tl.exp(tops - top), 0)
             total = tl.where(top_k > 0, total, whole)
-        least = tl.maximum(top_p, 2.0 * _MARGIN)  # the first token always stays
+        least = tl.maximum(top_p, 2.0 * _MARGIN)  # the first token always remains
         end = _least_key(order, mass, least * total, 63)
         keep &= order >= end
         reached = tl.sum(tl.where(order >= end, mass, 0.0), 0) / total
         before = tl.sum(tl.where(order > end, mass, 0.0), 0) / total
         sure &= (tl.abs(reached - least) > _MARGIN) & (tl.abs(before - least) > _MARGIN)
     elif top_k <= 0:
-        keep &= values >= ((top + log_min_p) * temperature).to(tl.float32)  # as the host looks for them
+        keep &= values >= ((top + log_min_p) * temperature).to(tl.float32)  # in the host's order
     distance = scaled - top - log_min_p
     keep &= distance >= 0.0
     sure &= tl.sum((tl.abs(distance) <= _MARGIN).to(tl.int32), 0) == 0

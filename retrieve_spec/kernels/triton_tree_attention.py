@@ -192,7 +192,7 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
     starts,  # (texts + 1,) int32: where a text's rows begin
     tiles,  # (tiles, 2) int32: text and first query of a program's block, text -1 where there is none
     slabs,  # (texts, 3) int64: addresses of keys and values (layers, kv_heads, capacity, d), capacity
-    out,  # (splits, kv_heads, groups * total, d) float32, not written where a share holds no key
+    out,  # (splits, kv_heads, groups * total, d) float32, not written for splits without keys
     lse,  # (splits, kv_heads, groups * total) float32
     scale,
     softcap,
@@ -213,7 +213,7 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
 ):
     """Compute attention of a block of queries to a split of the keys, and the log of the softmax denominator."""
     take_turn(OVERLAP)
-    head = tl.program_id(0).to(tl.int64)  # a long cache of many heads has more elements than 32 bits count
+    head = tl.program_id(0).to(tl.int64)  # a long cache of many heads has more than 2^31 elements
     split = tl.program_id(2)
     splits = tl.num_programs(2)
     d = tl.arange(0, BLOCK_D)
@@ -243,12 +243,12 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
         depth = tl.load(depths + row)
     stop = past
     if EXACT:
-        own = tl.maximum((past + depth) // ZONE - 1, 0) * ZONE  # the first key of those that a row adds up one by one
+        own = tl.maximum((past + depth) // ZONE - 1, 0) * ZONE  # first key that is added one by one
         stop = tl.max(own, 0)
     start = 0
     if WINDOW > 0:  # no row sees further back than the first one
         start = tl.maximum(past - WINDOW + 1, 0) // BLOCK_N
-    start += (split - start % splits + splits) % splits  # the shares are blocks in turn, whatever the text's length
+    start += (split - start % splits + splits) % splits  # splits take blocks in turn, for any length of text
     at_out = (split * tl.num_programs(0) + head) * groups * total + m // rows * total + begin + row
     if (start * BLOCK_N >= stop) & (split < splits - 1):
         tl.store(lse + at_out, float("-inf"), m < height)
@@ -288,7 +288,7 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
         tl.static_assert(BLOCK_N <= 64, "a block of the tree has two words of bits at most")
         keys += past.to(tl.int64) * D
         values += past.to(tl.int64) * D
-        for first in range(0, tl.where(split == splits - 1, rows, 0), BLOCK_N):  # the last share is the smallest
+        for first in range(0, tl.where(split == splits - 1, rows, 0), BLOCK_N):  # the last split is the smallest
             n = first + tl.arange(0, BLOCK_N)
             inside = n < rows
             s = _scores(q, keys, n, inside, d, scale, softcap, D, CAPPED)
@@ -327,7 +327,7 @@ def merge_splits(  # type: ignore[no-untyped-def]
 ):
     """Merge partial outputs, weighted by their shares of the softmax denominator."""
     take_turn(OVERLAP)
-    m = tl.program_id(0)  # of a model with one key head there may be more than the 65,535 of another axis
+    m = tl.program_id(0)  # the first axis, as others are limited to 65,535
     head = tl.program_id(1)
     kv_heads = tl.num_programs(1)
     groups = height // rows
@@ -386,7 +386,7 @@ def move_kept_rows(  # type: ignore[no-untyped-def]
     slabs,  # (slabs, texts, 3) int64: as for attend_split
     prefix,  # (slabs, texts) int32: rows a text's slab holds before the pass
     starts,  # (texts + 1,) int32: where a text's sources begin
-    sources,  # int32, ascending: where the last rows held still stand, counted from the first of them
+    sources,  # int32, ascending: present positions of the last rows, relative to the first of them
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):

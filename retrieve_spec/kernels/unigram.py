@@ -157,7 +157,7 @@ def extend(listing: Record, token_ids: NDArray[np.int32], generated: int) -> Non
     for i in range(num_recent + meta[NUM_FREQUENT]):
         token = recent[i] if i < num_recent else frequent[i - num_recent]
         if i >= num_recent and stats[token, LAST] >= stats[recent[num_recent - 1], LAST]:
-            continue  # it is a recent one too
+            continue  # it is a recent token, too
         age, count = now - stats[token, LAST], stats[token, OCCURRENCES]
         cell = cell_of(age, count, stats[token, GENERATED])
         prior = 0.7 * count / now + 0.3 / (age + 16.0)

@@ -92,7 +92,7 @@ else:
                 shape=shape,
                 strides=strides[::-1],
                 itemsize=bytes_each,
-                meminfo=None,  # whoever called holds it
+                meminfo=None,  # the caller holds it
             )
             return made._getvalue()
 

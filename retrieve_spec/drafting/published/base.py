@@ -240,7 +240,7 @@ class NgramIndex:
         lead = max(0, begin - self._length - self._longest)
         tokens = text[lead:].tolist()
         for n in range(1, self._longest + 1):
-            for at in range(max(begin, n), end):  # the n-gram before `at` goes on at `at`
+            for at in range(max(begin, n), end):  # the n-gram before `at` continues with `at`
                 self.first.setdefault(tuple(tokens[at - lead - n : at - lead]), at)
             for at in range(max(begin - self._length + 1, n), end - self._length + 1):
                 self.newest[tuple(tokens[at - lead - n : at - lead])] = at

@@ -70,7 +70,7 @@ def rotate_heads(
 @inner
 def exp(x: np.float32) -> np.float32:
     """Return e to the power of x, in a form that the compiler vectorises (Cephes' expf)."""
-    x = min(max(x, np.float32(-87.3)), np.float32(89.0))  # infinite from 88.4 on
+    x = min(max(x, np.float32(-87.3)), np.float32(89.0))  # infinite above 88.4
     whole = np.rint(x * np.float32(1.44269504))
     rest = x - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
     series = np.float32(1.9875691500e-4) * rest + np.float32(1.3981999507e-3)
@@ -82,7 +82,7 @@ def exp(x: np.float32) -> np.float32:
     return (series * rest * rest + rest + np.float32(1.0)) * power  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # of divisions that are looked at there are no vectors
+@njit(cache=True, nogil=True, error_model="numpy")  # checked divisions are not vectorised
 def gate_row(gate: int, up: int, out: int, width: int, like: Any) -> None:
     """Compute `silu(gate) · up` for numbers at addresses."""
     gates, ups, outs = view_numbers(gate, width, like), view_numbers(up, width, like), view_numbers(out, width, like)

@@ -80,7 +80,7 @@ def _quantise_group(given: NDArray[np.uint16], rounded: NDArray[np.int8]) -> tup
     for i in range(GROUP):
         largest = np.uint16(
             max(largest, np.uint16(given[i] & np.uint16(0x7FFF)))
-        )  # its bits without the sign; no number is larger than all
+        )  # bits without the sign, of which NaN's are the largest
     top = wide(largest)
     factor = np.float32(127.0) / top if largest else np.float32(0.0)
     whole = np.int32(0)

@@ -120,7 +120,7 @@ def _do_panel(
         panel -= -(-parts[which, 4] // LANES)
         which += 1
     bias, outputs, size = parts[which, 2], parts[which, 4], bytes_of(like)
-    begin = min(LANES * panel, outputs - LANES)  # with unpacked weights the last panel may overlap the one before
+    begin = min(LANES * panel, outputs - LANES)  # with unpacked weights, the last panel may overlap the previous one
     multiply_panel(
         at[parts[which, 1]], begin, bits, rows, groups, at[step[1]], at[step[2]], at[step[3]],
         at[bias] + (size * begin if bias != ZEROS else 0), at[parts[which, 3]] + size * begin, size * outputs, like,
@@ -332,13 +332,13 @@ class RowProgram:
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         self._dtype, self._size = dtype, dtype.itemsize
         self._steps: list[tuple[int, ...]] = []
-        self._row_bytes: list[int] = [0, 0]  # by place, of buffers
+        self._row_bytes: list[int] = [0, 0]  # of buffers, by place
         self._given: list[int] = []
         self._zeros = np.zeros(2 * LANES, np.float32)
         self._prepared: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._plan = self._numbers = np.empty(0, np.int64)
         self._arena_bytes = self._widest = 0
-        self._whole = 1  # buffers have a multiple of so many rows
+        self._whole = 1  # buffers have a multiple of this number of rows
 
     def place(self, width: int = 0, bytes_each: int = 0) -> int:
         """Return a new place: of a buffer with `width` numbers per row, or of an address that is given to each run.
@@ -393,7 +393,7 @@ class RowProgram:
         spans: dict[int, list[int]] = {}
         at = 0
         for i, (kind, *fields) in enumerate(self._steps):
-            at = at if kind == Step.PART else i  # parts are written while their product is read
+            at = at if kind == Step.PART else i  # parts are written while the product's input is read
             for place in fields[: _PLACES[Step(kind)]]:
                 spans.setdefault(place, [at, at])[1] = at
         offsets, free, ends = [0] * len(self._row_bytes), dict[int, list[int]](), dict[int, list[int]]()
@@ -457,7 +457,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, b
     out = x.new_empty((padded(rows), outputs))
     program = _product_program(x.dtype, width, bits, outputs, bias is not None)
     tensors = (x, weight, out) if bias is None else (x, weight, out, bias.to(x.dtype).contiguous())
-    if rows:  # an expert that no row chose has none
+    if rows:  # experts that no row chose have no rows
         program.run(rows, [tensor.data_ptr() for tensor in tensors])
     return out[:rows].view(*x.shape[:-1], outputs)
 

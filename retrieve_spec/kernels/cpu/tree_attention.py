@@ -58,7 +58,7 @@ def attention_parts(by_text: NDArray[np.int64], heads: int, kv_heads: int) -> in
 def _copy(of: int, to: int, count: int, like: Any) -> None:
     """Copy numbers between addresses."""
     given, copied = view_numbers(of, count, like), view_numbers(to, count, like)
-    for i in range(count):  # an assigned slice is compiled with what it says of shapes that differ: seconds
+    for i in range(count):  # a loop, since Numba takes seconds to compile a slice assignment's shape check
         copied[i] = given[i]
 
 
@@ -139,7 +139,7 @@ def _share(scores: NDArray[np.float32], scale: np.float32) -> np.float32:
     for j in range(len(scores)):
         share = exp((scores[j] - top) * scale)
         scores[j] = share if scores[j] > -np.inf else np.float32(0.0)
-    for j in range(len(scores)):  # the bits of the sum count units: without AVX-512 no vector becomes whole numbers
+    for j in range(len(scores)):  # the sum's bits count units: without AVX-512, there is no vector conversion to int64
         total += np.float64(np.float64(scores[j]) + _BASE).view(np.int64) - _BASE_BITS
     return np.float32(total) / _UNIT  # type: ignore[no-any-return]
 
@@ -164,7 +164,7 @@ def attend_part(
     keys, values, held = place[0] + size * d * h * place[2], place[1] + size * dv * h * place[2], place[3]
     count = min(QUERIES, groups * rows - begin)
     last = held + (begin + count - 1) // groups + 1
-    depths, start, whole = view_i64(by_text[text, 4], rows), 0, held  # keys looked at, and those that all queries see
+    depths, start, whole = view_i64(by_text[text, 4], rows), 0, held  # keys to read, and those that all queries see
     if window:
         least, most = depths[begin // groups], np.int64(0)
         for row in range(begin // groups, last - held):
@@ -183,7 +183,7 @@ def attend_part(
             _lay_query(
                 queries + size * head * d, laid + chunk_bytes * (q - first_query), chunks, chunk_bytes * block, like
             )
-        for j in range(start, last, _WIDTH):  # what follows the last row is read and not used
+        for j in range(start, last, _WIDTH):  # values after the last row are read but not used
             _score(
                 like, block, keys + size * d * j, size * d, laid, chunks, scores + 4 * (stride * first_query + j),
                 4 * stride,
