@@ -131,12 +131,12 @@ class DraftModel:
             llama, call = _who_generates()
             most, longest = self._meet(llama)
             if not most or call.get("logits_processor") is not None or self._hosted.is_off:
-                return _NO_DRAFT  # processors are shown drafted tokens as if they stood in the text
+                return _NO_DRAFT  # processors would see drafted tokens as text
             try:
                 ids, sampled = np.array(input_ids, np.int32), bool(call.get("temp", 0.0))
                 room = min(self._most, most, longest - len(ids))
                 return self._draft(self if llama is None else llama, ids, sampled, max(room, 0), came)
-            except Exception:  # a text goes on without drafts rather than not at all
+            except Exception:  # continue without drafts
                 self._hosted.failed()
                 self._texts.clear()
                 return _NO_DRAFT
@@ -183,7 +183,7 @@ class DraftModel:
             text = self._texts[owner] = self._begin(owner, ids, sampled)
         [tree] = self.drafter.draft([text.name], room)
         self._last, text.drafted = text, len(tree)
-        text.answered = came if len(tree) else perf_counter()  # a step with drafts costs what these took, too
+        text.answered = came if len(tree) else perf_counter()  # the time of drafting is part of a step with drafts
         return tree.token_ids.astype(np.intc)
 
     def _begin(self, owner: Any, ids: NDArray[np.int32], sampled: bool) -> _Text:
@@ -192,7 +192,7 @@ class DraftModel:
         self._begun += 1
         name = f"text {self._begun}"
         expected, self._expected = self._expected, None
-        read = max(len(ids) - 1, 1)  # the last token is the model's first
+        read = max(len(ids) - 1, 1)  # the last token was generated
         self.drafter.start(name, ids[:read], prediction_ids=expected, sampled=sampled)
         self.drafter.feed(name, ids[read:])
         return _Text(name, ids, sampled)
@@ -220,7 +220,7 @@ class DraftModel:
                 logger.warning(
                     "no drafts for %s: llama-cpp-python cannot take tokens back from recurrent state", llama.model_path
                 )
-            # Fewer ids are kept than llama.cpp has room for, which rounds up.
+            # Keep fewer ids than llama.cpp has room for, since it rounds up.
             longest = min(int(llama.n_ctx()), len(llama.input_ids))
             known = self._known[llama] = 0 if without else int(llama.n_batch) - 1, longest
         return known
@@ -255,7 +255,7 @@ def _check_tokenizer(store: Datastore, llama: Any) -> None:
     seen = alike = 0
     for token in ids[:: max(len(ids) // _SAMPLE, 1)].tolist():
         piece = store.tokenizer.decode([token], skip_special_tokens=False)
-        if piece.strip() and "\ufffd" not in piece and len(piece.encode()) <= _LONGEST_PIECE:  # no part of a character
+        if piece.strip() and "\ufffd" not in piece and len(piece.encode()) <= _LONGEST_PIECE:  # no partial character
             seen += 1
             alike += llama.detokenize([token], special=True).decode(errors="replace").strip() == piece.strip()
     if alike < _LEAST_ALIKE * seen:

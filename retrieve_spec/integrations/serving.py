@@ -115,9 +115,9 @@ class ServingDrafter:
         self._requests: dict[str, Request] = {}
         self._counts = dict.fromkeys(("requests", "steps", "rows", "drafted", "accepted", "emitted"), 0)
         self._lock = threading.RLock()
-        self._costs = {GREEDY: Costs(), SAMPLED: Costs()}  # where tokens are sampled, vLLM goes through the vocabulary
+        self._costs = {GREEDY: Costs(), SAMPLED: Costs()}  # with sampling, vLLM processes the whole vocabulary
         self._backoff = Backoff(patience=_PATIENCE)
-        self._drafted: tuple[CostModel, int, int] | None = None  # the step to be measured: its nodes, and context
+        self._drafted: tuple[CostModel, int, int] | None = None  # the step to be measured: cost model, nodes, context
         self._seconds = 0.0
         self._plan: NDArray[Any] = np.zeros(1, PLAN)
         self._plan["vocabulary"] = _ANY_TOKEN if vocabulary is None else vocabulary
@@ -184,7 +184,7 @@ class ServingDrafter:
             raise PromptError("a prompt of one token at least", "an empty one", "Start with what the model reads.")
         kind = SAMPLED if sampled else GREEDY
         row = BatchRow(self.config, self.session, self.datastores, self._calibrations[kind])
-        row.start(prompt, prediction)  # takes a while where the prompt is long: others go on
+        row.start(prompt, prediction)  # may take a while for long prompts; others continue
         with self._lock:
             if request in self._requests:
                 raise RequestError("a request that is not under way", repr(request), "Finish it, or use another name.")
@@ -340,7 +340,7 @@ class ServingDrafter:
             slots = self._slots
             if slots is None or self._slots_of[0] is not requests or self._slots_of[1] is not texts:
                 slots = self._fill_slots(requests, texts, lengths, places, longest, max_nodes)
-            if any(lengths[place] > self._width for place in places):  # a kernel would read past the row's end
+            if any(lengths[place] > self._width for place in places):  # else a kernel would read past the row's end
                 raise ConfigError(f"lengths up to {self._width}", f"{lengths[list(places)]}", "See `step`.")
             plan = self._plan
             if not requests:
@@ -394,13 +394,13 @@ class ServingDrafter:
 
         def draft(limited: tuple[Request, int, int], _most: int, cost: Seconds | None) -> DraftTree:
             state, most, depth = limited
-            # Of several rows each drafts all that it may, as in `step`: what pays is decided over all of them.
+            # As in `step`, several rows draft as much as allowed; then the nodes that pay are chosen for all of them.
             tree = state.row.draft(Budget(most, depth, cost if len(rows) == 1 else None), chains)
             return tree if self.vocabulary is None else within(tree, self.vocabulary)
 
         limited = list(zip(rows, nodes, depths, strict=True))
         trees = draft_batch(limited, BatchBudget(seconds, MAX_NODES), draft)
-        for state, tree in zip(rows, trees, strict=True):  # only a draft that does not pay is judged by its first token
+        for state, tree in zip(rows, trees, strict=True):  # only skipped drafts are judged by their first token
             unknown = self.vocabulary is not None and state.row.first_token >= self.vocabulary
             if len(tree) or seconds is None or unknown:
                 state.row.drop_first()
@@ -433,7 +433,7 @@ class ServingDrafter:
         """
         require(0.0 < seconds < float("inf"), "seconds above 0", seconds, "Measure from one draft to the next.")
         with self._lock:
-            if self._drafted is not None:  # a second report of one step counts no more
+            if self._drafted is not None:  # a second report of a step is ignored
                 (cost, nodes, context), self._drafted = self._drafted, None
                 cost.observe(nodes, context, seconds)
 

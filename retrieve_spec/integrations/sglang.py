@@ -171,7 +171,7 @@ class Drafting:
         if isinstance(self.ngram_corpus, TreeCorpus):
             drafted[:] = self.ngram_corpus.trees(batch.reqs, self._accepted_last(batch))
         if self._group.world_size > 1:
-            import torch  # all ranks are to have the first one's drafts
+            import torch  # all ranks need the first rank's drafts
 
             torch.distributed.broadcast(
                 torch.from_numpy(drafted), src=self._group.first_rank, group=self._group.cpu_group
@@ -264,7 +264,7 @@ class TreeCorpus(Corpus):
         if not self._hosted.is_off:
             try:
                 drafts = self._draft(requests, latest)
-            except Exception:  # a request is answered without drafts rather than not at all
+            except Exception:  # continue without drafts
                 self._hosted.failed()
                 self._seen.clear()
         token_ids, parent = np.empty((2, len(requests), self.width), np.int32)
@@ -280,7 +280,7 @@ class TreeCorpus(Corpus):
         for i, request in enumerate(requests):
             limit = request.sampling_params.max_new_tokens
             left = MAX_NODES if limit is None else limit - len(request.output_ids) - len(latest[i])
-            if self._take(request, latest[i]).drafts and left > 1:  # the last token is the model's own
+            if self._take(request, latest[i]).drafts and left > 1:  # the last token comes from the model
                 depths[i] = min(left - 1, MAX_NODES)
         names, nodes = [requests[i].rid for i in depths], [self.width - 1] * len(depths)
         found = self.drafter.draft(names, nodes, max_depth=list(depths.values()), shape=self.shape)
@@ -292,7 +292,7 @@ class TreeCorpus(Corpus):
         if seen is not None:
             following = [*answer[seen.written :], *latest]
             if seen.request() is not request or following[: len(seen.latest)] != list(seen.latest):
-                self._forget(request.rid, False)  # tokens were taken back, or the name is another's
+                self._forget(request.rid, False)  # tokens were removed, or the name was reused
                 seen = None
         if seen is None:
             said = getattr(request.sampling_params, "custom_params", None)
@@ -300,7 +300,7 @@ class TreeCorpus(Corpus):
                 request.rid,
                 request.origin_input_ids_unpadded,
                 said if isinstance(said, Mapping) else {},
-                request.sampling_params.top_k != 1,  # how SGLang writes a temperature of 0
+                request.sampling_params.top_k != 1,  # SGLang's form of temperature 0
             )
             seen = _Seen(weakref.ref(request), answer, drafts)
             self._seen[request.rid], following = seen, [*answer, *latest]

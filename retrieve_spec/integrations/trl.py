@@ -41,7 +41,7 @@ def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
     ConfigError
         The trainer has tools, or a prompt holds pictures.
     """
-    if tools := getattr(trainer, "tools", None):  # it generates later turns itself, from prompts that name them
+    if tools := getattr(trainer, "tools", None):  # the trainer generates later turns itself, from prompts with tools
         raise ConfigError(
             "a trainer without tools for rollout_func, which samples one turn",
             f"tools: {', '.join(getattr(tool, '__name__', repr(tool)) for tool in tools)}",
@@ -82,7 +82,7 @@ def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
 def _encoded(prompts: list[Any], trainer: Any) -> list[list[int]]:
     """Return token ids of texts, or of conversations by the trainer's chat template."""
     tokenizer = trainer.processing_class
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor for pictures and text
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a multimodal processor
     if all(isinstance(prompt, str) for prompt in prompts):
         ids = tokenizer(text=prompts)["input_ids"]
     else:

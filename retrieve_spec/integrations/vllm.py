@@ -65,9 +65,9 @@ class Proposer:
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)
         self._longest = int(vllm_config.model_config.max_model_len)
         parallel = vllm_config.parallel_config
-        self._silent = parallel.rank % parallel.tensor_parallel_size != 0  # the first rank's drafts are those verified
-        self._known: dict[str, int] = {}  # requests under way: tokens that each may have, 0 where nothing is drafted
-        self._names: list[str] = []  # of the last step's rows, if none of them read a prompt
+        self._silent = parallel.rank % parallel.tensor_parallel_size != 0  # only the first rank's drafts are verified
+        self._known: dict[str, int] = {}  # running requests: most tokens of each, 0 without drafts
+        self._names: list[str] = []  # rows of the last step, if none processed a prompt
         self._asked: list[str] = []
         self._places: list[int] = []
         self._longest_of: list[int] = []
@@ -110,7 +110,7 @@ class Proposer:
             return nothing
         try:
             return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-        except Exception:  # a request is answered without drafts rather than not at all
+        except Exception:  # continue without drafts
             self._hosted.failed()
             self._known.clear()
             self._names = []
@@ -125,7 +125,7 @@ class Proposer:
             return [_NO_DRAFT] * len(sampled)
         names, requests, drafter = runner.input_batch.req_ids, runner.requests, self.drafter
         if names == self._names and all(sampled) and len(requests) == len(self._known):
-            drafter.measured(max(came - self._answered, 1e-9))  # the same rows, and none has read a prompt
+            drafter.measured(max(came - self._answered, 1e-9))  # the same rows, none of which processed a prompt
         else:
             self._end_those_gone(requests)
             self._meet(names, requests, sampled, texts, lengths)
@@ -133,11 +133,11 @@ class Proposer:
             try:
                 drafts = drafter.step(self._asked, texts, lengths, self._places, self._longest_of, self._most)
                 break
-            except RequestDiverged as other:  # tokens were taken back, or the name is another's
+            except RequestDiverged as other:  # tokens were removed, or the name was reused
                 del self._known[self._asked[other.row]]
                 self._hosted.end(self._asked[other.row], keep=False)
                 self._meet(names, requests, sampled, texts, lengths)
-        # A step with drafts costs what these took, too.
+        # The time of drafting is part of a step with drafts.
         self._answered = came if any(drafts) else perf_counter()
         if len(drafts) == len(sampled):
             return drafts

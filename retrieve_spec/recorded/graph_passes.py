@@ -221,7 +221,7 @@ def _open_rows(graph: fx.Graph) -> None:
     if head.op == "call_function" and head.target in (aten.linear.default, PACKED_PRODUCT):
         with graph.inserting_before(head):
             rows = graph.call_method("__getitem__", (head.args[0], (slice(None), wanted)))
-            rows.meta["val"] = value(head.args[0])  # except for their number
+            rows.meta["val"] = value(head.args[0])  # only their number differs
             head.update_arg(0, rows)
     else:
         with graph.inserting_before(output):
@@ -256,7 +256,7 @@ def _match_norm(node: Node, half: bool = False) -> tuple[Node, Node, float] | No
     if not is_call(node, aten.mul.Tensor) or (half and value(node).dtype.itemsize != 2):
         return None
     for weight, normed in (node.args, node.args[::-1]):
-        vector = isinstance(weight, fx.Node) and getattr(value(weight), "ndim", 0) == 1  # not a number that was read
+        vector = isinstance(weight, fx.Node) and getattr(value(weight), "ndim", 0) == 1  # not a constant
         if not (vector and (_is_cast(normed) or not half)):
             continue
         normed = normed.args[0] if half else normed

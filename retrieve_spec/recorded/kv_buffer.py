@@ -40,7 +40,7 @@ class Slab:
         self.tensors: tuple[torch.Tensor, ...] = ()
         self._layers = num_layers
         spare = max(window // 4, PASS.cache_block) + PASS.tree_rows
-        self.capacity = -(-min(capacity, window + spare if window else capacity) // LANES) * LANES  # read in vectors
+        self.capacity = -(-min(capacity, window + spare if window else capacity) // LANES) * LANES  # whole vectors
 
     def of_layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(1, kv_heads, capacity, head_dim) keys and values of one layer."""
@@ -151,7 +151,7 @@ class KVBuffer:
         self.host_dtype: torch.dtype | None = None
         self.kind: tuple[int, int, torch.dtype] | None = None
         self.addresses: NDArray[np.int64] = np.zeros((len(windows), 3), np.int64)
-        self._fits = 0  # rows of text for which nothing has to be moved or replaced
+        self._fits = 0  # rows up to which nothing has to be moved or replaced
 
     def refresh(self) -> None:
         """Update the layers' views of the slabs."""
@@ -188,7 +188,7 @@ class KVBuffer:
                 self.layer_slabs[i] = (_NO_ROWS, _NO_ROWS)
         try:
             slab.make_room(held, rows)
-        finally:  # a pass that fails for many texts is tried for each alone
+        finally:  # a failed pass over several texts is repeated for each
             self.refresh()
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,7 +223,7 @@ class KVBuffer:
         self.length = base + roots + len(path)
         if not len(path) or path[-1] == len(path) - 1:
             return
-        right = int((path != np.arange(len(path))).argmax())  # those before are in place
+        right = int((path != np.arange(len(path))).argmax())  # earlier rows are in place
         self._moves = path[right:] - np.int32(right)
         if not self._moves_later:
             self.settle()

@@ -165,13 +165,13 @@ class ModelState:
             same = self._lives == self._copies and list(map(type, self._modules)) == self._classes
             same = same and list(map(self._attributes_of, self._partly)) == self._attributes
             return same and self._types_now() == self._types
-        except Exception:  # comparing two tensors or arrays gives no truth value
+        except Exception:  # comparing tensors or arrays gives no truth value
             return False
 
     def _is_alike(self) -> bool:
         now, seen = self._snapshot(), self._seen
         alike = now.parts == seen.parts and now.values == seen.values and not _changed(now.tensors, seen.tensors)
-        if alike:  # the change is not followed, and needs no second snapshot
+        if alike:  # the change is ignored, and needs no second snapshot
             self._take_copies()
         return alike
 

@@ -41,7 +41,7 @@ class DeviceFields:
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
         pinned = device.type == "cuda"
-        with torch.inference_mode(False):  # the buffer may outlive the mode it was made in
+        with torch.inference_mode(False):  # the buffer may outlive the current mode
             self._host = torch.zeros(sum(sizes.values()), dtype=torch.int32, pin_memory=pinned)
             self._device = torch.empty(self._host.shape, dtype=torch.int32, device=device)
         self.device = dict(zip(sizes, torch.split(self._device, list(sizes.values())), strict=True))
@@ -188,7 +188,7 @@ class PackedBuffer:
         for text, start in zip(laid, starts.tolist(), strict=False):
             bits = visibility_bits(text.seen)
             words[start : start + len(bits), : bits.shape[1]] = bits
-        own = np.arange(len(laid[-1].ids), self._shape.rows - starts[-2])  # padding, which belongs to the last text
+        own = np.arange(len(laid[-1].ids), self._shape.rows - starts[-2])  # padding, counted as part of the last text
         words.view(np.uint32)[starts[-2] + own, own // 32] = np.uint32(1) << (own % 32).astype(np.uint32)
 
     def _write_tiles(self, tiles: NDArray[np.int32], counts: Sequence[int]) -> None:
@@ -292,12 +292,12 @@ def shape_of(recorded: RecordedPass, laid: Sequence[LaidOut], rows: int, texts: 
     heads, width, count = keys.shape[1], keys.shape[3], processors(recorded.device)
     exact = recorded.exact > 0 and rows <= EXACT_ROWS
     height = recorded.groups * (1 if exact else -(-rows // len(laid)))
-    wide = min(height, 32) if width > 128 else height  # two addresses more than one text needs leave fewer registers
+    wide = min(height, 32) if width > 128 else height  # additional addresses leave fewer registers
     small = launch_options(1, width, keys.element_size())["BLOCK_M"]
     block = launch_options(wide, width, keys.element_size())["BLOCK_M"] if height > 2 * small else small
     queries = recorded.groups * (1 if exact else rows)
     splits = tuple(
-        1 if exact and slab.window  # rows that leave a window would count blocks anew
+        1 if exact and slab.window  # rows that leave a window would change the blocks
         else num_splits(heads, queries, min(slab.window or _CONTEXT, _CONTEXT), count)
         for slab in laid[0].cache.slabs
     )  # fmt: skip
@@ -326,7 +326,7 @@ def why_not_triton(device: str) -> str:
     try:
         wrong = _deviation(torch.device(device))
         why = "" if wrong < 1e-2 else f"they give something else (off by {wrong:.2g})"
-    except Exception as error:  # whatever an import or the compiler raises: torch's operations compute the same
+    except Exception as error:  # imports and the compiler may raise anything; torch's operations compute the same
         why = in_a_line(error)
     if why:
         logger.warning("passes attend without Triton's kernels: %s", why)
@@ -375,13 +375,13 @@ class CudaGraphCapture:
         """Record one call of `run`."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        if not self._graphs:  # torch refuses a pool whose graphs are all gone
+        if not self._graphs:  # torch refuses a pool without live graphs
             self._pool = torch.cuda.graph_pool_handle()
         stream, graph = self._stream, torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # a capture that fails leaves its stream the current one
+        with torch.cuda.stream(stream):  # a failed capture leaves its stream current
             run()
-            # "thread_local": what other threads do on a GPU meanwhile is none of this graph's business
+            # "thread_local": other threads may use the GPU during the capture
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 run()
         torch.cuda.current_stream().wait_stream(stream)
@@ -462,12 +462,12 @@ class PassGraphs:
             return None
         before = _gpu_bytes(self._recorded.device)
         for text in laid:
-            text.cache.settle()  # a pass that is captured runs more than once
+            text.cache.settle()  # a captured pass runs more than once
         packed = PackedPass(self._recorded, laid[0].cache, shape)
         packed.fill(laid, wanted)
         try:
             made = self._made[shape] = packed, self._capture(packed.run)
-        except Exception as error:  # CUDA refuses what it cannot record, Triton what it cannot compile
+        except Exception as error:  # CUDA may fail to record, and Triton to compile
             self._failed = self.problem = f"capturing {shape.rows} rows failed ({in_a_line(error, 200)})"
             logger.warning("passes run without CUDA graphs: %s", self._failed)
             return None

@@ -63,7 +63,7 @@ def check_recordable(model: Any) -> None:
     if torch_wide._global_forward_hooks or torch_wide._global_forward_pre_hooks:
         raise RecordingError("torch has forward hooks for all modules")
     for module, origin in _hooks(model):
-        # transformers' own hooks stay behind after output_hidden_states=True and do nothing unless it is asked for
+        # transformers' hooks remain after output_hidden_states=True, but do nothing unless it is requested
         if not origin.startswith("transformers."):
             raise RecordingError(f"{type(module).__name__} has forward hooks")
 
@@ -291,7 +291,7 @@ class RecordedPass:
             append_copies(traced, recording, blocks, like)
             for layer, at in enumerate(like):
                 recording.log.repeat(at, layer, blocks)
-        except Exception as error:  # layers that share modules, or do not attend: all of them are traced then
+        except Exception as error:  # layers share modules, or have no attention: trace all of them
             raise RecordingError(f"its layers cannot be repeated ({in_a_line(error)})") from error
         return traced
 
@@ -304,7 +304,7 @@ class RecordedPass:
             return traced
         except (RecordingError, NotImplementedError) as error:
             raise RecordingError(str(error)) from error
-        except Exception as error:  # whatever a model's own code raises while it is traced
+        except Exception as error:  # a model's own code may raise anything
             raise RecordingError(f"it cannot be traced ({in_a_line(error)})") from error
         finally:
             _log.reset(token)

@@ -58,7 +58,7 @@ class RecordedVerifier:
         self.own = own
         self._mask = TreeMask(recorded.groups, model.dtype, recorded.device)
         self._slabs: KVBuffer | None = None
-        self._past = self._unread = self._pending = 0  # tokens held, and to read of the prompt; rows of the last pass
+        self._past = self._unread = self._pending = 0  # tokens: cached, to process, of the last pass
         self._cache: Any = None
         self._returns_cache = False
         self.graphs = graphs
@@ -140,7 +140,7 @@ class RecordedVerifier:
         if want_hidden not in (None, self.recorded.layer) and self._slabs is None:
             self.pass_reason = self.pass_reason or f"hidden states of layer {want_hidden} are not recorded"
         if self.pass_reason or (self._unread > 0 and not self._reads(roots, keep)):
-            least = max(keep, min(self.recorded.exact, roots))  # their sums have one order with any more of them
+            least = max(keep, min(self.recorded.exact, roots))  # with at least so many rows, sums have a fixed order
             output = self.own.forward(root_ids, tree, keep=least, want_hidden=want_hidden)
             rows = slice(least - keep, None)
             return VerifierOutput(output.logits[rows], None if output.hidden is None else output.hidden[rows])
@@ -155,7 +155,7 @@ class RecordedVerifier:
         if self._slabs is not None or self.reads_rest(roots):
             return True
         if self.graphs is not None:
-            begins = self._begins or roots > keep  # else the model begins, with a token whose logits are wanted
+            begins = self._begins or roots > keep  # else the model begins with a token whose logits are needed
             return begins and (roots <= PASS.graph_rows[-1] or self._follows_the_cache)
         return self.recorded.reads_prompts and roots > max(FEW, keep) and self._follows_the_cache
 
@@ -346,7 +346,7 @@ def forward_together(
     with on_device(recorded.device):
         logits, hidden, ran = run_pass(recorded, laid, parts, wanted, verifiers[0].graphs)
         if recorded.device.type == "cpu" and any(map(len, trees)) and bool(logits[:, 0].isnan().any()):
-            # A drafted row overflowed: torch's attention spreads its infinities to rows that do not see it.
+            # A drafted row overflowed, and torch's attention spreads infinities to rows that do not see it.
             alone = [verifier.attend_by_rows for verifier in verifiers]
             logits, hidden, ran = run_pass(recorded, laid, alone, wanted, None)
     outputs, begin = [], 0

@@ -235,7 +235,7 @@ class Segment:
 
         for step in self._steps:
             if step in places:
-                continue  # one of the products of an earlier step
+                continue  # part of an earlier step's products
             x, *others = step.args
             if step.target is operator.call:
                 *states, layer = others

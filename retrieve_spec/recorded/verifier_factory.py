@@ -77,7 +77,7 @@ def try_recording(
                 return _record(model, finding, layer, kernels, exact, like), ""
             except VerificationError as error:
                 if isinstance(error, RecordingError) and not like:
-                    raise  # of a trace, not of kernels for rows
+                    raise  # the trace failed, not the kernels for rows
                 logger.info("the pass is recorded in another way: %s", error)
         return _record(model, finding, layer, last[0], exact, last[1]), ""
     except VerificationError as error:
@@ -240,7 +240,7 @@ class RowLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: list[_Taken] = []
-        self._threads: set[int] = set()  # that run passes
+        self._threads: set[int] = set()  # threads that run passes
         for module in model.modules() if CAN_RUN else ():
             if type(module) is not nn.Linear or "forward" in vars(module) or not _is_fast(module.weight):
                 continue
@@ -375,7 +375,7 @@ class VerifierFactory:
             own.pass_reason = "autocast is on" if autocast else known.why
             return own
         if known.recording.graphs is not None and known.state.has_moved():
-            known.recording.graphs.clear()  # they kept addresses
+            known.recording.graphs.clear()  # they contain old addresses
         return known.recording.fresh(known.state, found.signatures)
 
     def assume_frozen(self) -> None:
@@ -405,7 +405,7 @@ class VerifierFactory:
 
         The `first` time in a process, an earlier process's verdict may replace the probe.
         """
-        if has_adapters_of_a_call(self._model):  # nothing to keep
+        if has_adapters_of_a_call(self._model):  # it is not cached
             why = "adapters are chosen for this call alone"
             self.finding = Finding("plain", why, read_interface(self._model))
             return _Known(ModelState(self._model), self.finding)
@@ -477,7 +477,7 @@ class VerifierFactory:
         if recording is None:
             try:
                 check_recorded(self._model, finding, self._config)
-                return  # a trace or its trial failed, perhaps for lack of memory
+                return  # the trace or its trial failed, perhaps because memory ran out
             except VerificationError:
                 pass
         way, rounding = finding.interface, finding.signatures.rounding

@@ -106,7 +106,7 @@ class Stopper:
         stop = token_id in self._eos or (self.max_length is not None and text.length >= self.max_length)
         if self._others:
             input_ids = text.tensor()
-            for criterion in self._others:  # all are asked, as in plain decoding: some count their calls
+            for criterion in self._others:  # all are called, as in plain decoding, since some count their calls
                 stop = bool(torch.as_tensor(criterion(input_ids, scores)).all()) or stop
         return stop
 
@@ -213,7 +213,7 @@ def read_packed(logits: torch.Tensor, top_k: int, chosen: torch.Tensor | None) -
     """Copy the `top_k` largest entries of every row and the tokens `chosen` (rows,) on the device at once."""
     k = min(max(top_k, 1), logits.shape[-1])
     with on_device(logits.device):
-        packed = packing(logits.device.type)(logits, k, chosen).cpu().numpy()  # the one wait for the device in a step
+        packed = packing(logits.device.type)(logits, k, chosen).cpu().numpy()  # the only synchronisation of a step
     ids = np.ascontiguousarray(packed[:, 1 : k + 1])
     for r in np.flatnonzero(ids[:, 0] != packed[:, 0]):
         ids[r] = np.concatenate([packed[r, :1], ids[r][ids[r] != packed[r, 0]]])[:k]
@@ -232,7 +232,7 @@ def packing(device: str) -> Pack:
         logits = torch.arange(5000.0, device=device).roll(700).view(2, 2500)
         if not torch.equal(pack_largest(logits, 8, logits[:, 0].long()), _pack(logits, 8, logits[:, 0].long())):
             raise ValueError("other tokens than by torch")
-    except Exception as error:  # whatever the compiler raises: torch packs the same
+    except Exception as error:  # the compiler may raise anything; torch computes the same
         logger.warning("the most probable tokens are found by torch: %s", in_a_line(error))
         return _pack
     return pack_largest
@@ -241,7 +241,7 @@ def packing(device: str) -> Pack:
 def _pack(logits: torch.Tensor, k: int, chosen: torch.Tensor | None) -> torch.Tensor:
     """Do what `pack_largest` does with torch; equal logits may be in another order."""
     values, ids = torch.topk(logits, k, dim=-1)
-    best = logits.argmax(dim=-1)  # ties go to the lowest id, which topk does not promise
+    best = logits.argmax(dim=-1)  # ties go to the lowest id, which topk does not guarantee
     parts = [best.int()[:, None], ids.int(), values.float().view(torch.int32)]
     return torch.cat([*parts, (best if chosen is None else chosen).int()[:, None]], dim=-1)
 
@@ -254,7 +254,7 @@ def check_drawable(scores: NDArray[np.float32]) -> None:
     DistributionError
         One is NaN or infinite, or all are -inf.
     """
-    highest = scores.max()  # NaN if one is
+    highest = scores.max()  # NaN if any score is
     if not np.isfinite(highest):
         raise DistributionError(
             "scores to sample from",

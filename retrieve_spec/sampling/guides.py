@@ -131,10 +131,10 @@ class _FollowedText:
 
     def __init__(self, matcher: Any, prompt: NDArray[np.int64]) -> None:
         self._matcher, self._prompt, self._prompt_length = matcher, prompt, len(prompt)
-        self._length = len(prompt) - 1  # of the last text that `allowed` was called with
+        self._length = len(prompt) - 1  # of the text in the last call of `allowed`
         self._said: NDArray[np.int64] = np.empty(0, np.int64)
         self._last: NDArray[np.bool_] = np.empty(0, np.bool_)
-        self._took: dict[bytes, tuple[int, int]] = {}  # what came, and how often in a row
+        self._took: dict[bytes, tuple[int, int]] = {}  # choices taken, and how often in a row
 
     def goes_on(self, ids: NDArray[np.int64]) -> bool:
         """Whether a text (n,) has the prompt of the last one and at least one token after it."""

@@ -67,7 +67,7 @@ def draws_alike(device: str) -> bool:
             drawn = int(draw(scores.to(device), DeviceSampler(host).rules(text, DraftTree()))[0])
             if drawn != (expected := host.choose(read_logits(scores, 1), 0, text)):
                 raise ValueError(f"token {drawn} instead of {expected} by {warpers}")
-    except Exception as error:  # whatever the compiler raises: the host draws the same
+    except Exception as error:  # the compiler may raise anything; the host draws the same
         logger.warning("tokens are drawn on the host: %s", in_a_line(error))
         return False
     return True
@@ -140,7 +140,7 @@ class DeviceSampler:
         """Penalise in each row the tokens of the text and those on the path to the row's node."""
         vocab, device = scores.shape[1], scores.device
         if self._seen is None:
-            self._seen = torch.zeros(vocab + 1, dtype=torch.bool, device=device)  # the last one: ids without a logit
+            self._seen = torch.zeros(vocab + 1, dtype=torch.bool, device=device)  # the last: ids without a logit
         written = torch.from_numpy(np.minimum(text.ids[self._marked :], vocab))
         self._seen.index_fill_(0, written.to(device, non_blocking=True), True)
         self._marked = text.length
@@ -148,7 +148,7 @@ class DeviceSampler:
         paths = paths.to(device, non_blocking=True)
         seen = self._seen.repeat(len(scores), 1).scatter_(1, paths, True)[:, :vocab]
         factor: torch.Tensor | float = self._warpers.penalty
-        if isinstance(self.host, RandomSampler):  # divided by as on the host
+        if isinstance(self.host, RandomSampler):  # same division as on the host
             factor = torch.full((), self._warpers.penalty, device=device)
         return torch.where(seen, torch.where(scores < 0, scores * factor, scores / factor), scores)
 
@@ -208,7 +208,7 @@ class LogProbSampler:
         self.chooser = chooser
         self.reads_plainly, self.scores, self.raw = chooser.reads_plainly, chooser.scores, chooser.raw
         self.read, self.log_prob, self.noise_at = chooser.read, chooser.log_prob, chooser.noise_at
-        self._noted: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the logits' device: nothing waits for them
+        self._noted: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the logits' device, without synchronisation
 
     def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
         """Return the other sampler's choice."""
@@ -320,7 +320,7 @@ def make_sampler(
         return ProcessorSampler(processors, seed, row=row, keep_scores=keep_scores, keep_raw=keep_raw)
     host = GreedySampler(warpers) if seed is None else RandomSampler(warpers, seed, row)
     if isinstance(host, GreedySampler) and warpers.penalty == 1.0:
-        return host  # the argmax of every row is read anyway
+        return host  # the argmax of every row is available anyway
     return DeviceSampler(host) if device is not None and draws_alike(device.type) else host
 
 
@@ -364,12 +364,12 @@ def _read_warpers(processors: Any) -> Warpers | None:
             return None
         if getattr(processor, "filter_value", -float("inf")) != -float("inf"):
             return None
-        ignored = getattr(processor, "prompt_ignore_length", None)  # a tensor of zeros: the prompt has no padding
+        ignored = getattr(processor, "prompt_ignore_length", None)  # zeros, since the prompt has no padding
         if ignored is not None and not (isinstance(ignored, torch.Tensor) and not ignored.any()):
             return None
         rule = readers[at][1](processor)
         if "end_ids" in rule and rules.get("end_ids", rule["end_ids"]) != rule["end_ids"]:
-            return None  # one length for some tokens, another for others
+            return None  # the lengths differ by token
         rules |= rule | {"min_length": max(rule.get("min_length", 0), rules.get("min_length", 0))}
         at += 1
     return Warpers(**rules)

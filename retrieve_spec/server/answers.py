@@ -299,7 +299,7 @@ class OpenAIAnswer(Answer):
         self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._logprobs = None if request.wanted_logprobs() is None else service.logprobs
         self._echoed = [text for text in echoed for _ in range(self._samples)] or [""] * len(prepared)
-        self._lengths = Counter[int]()  # by choice: characters that were told with log-probabilities
+        self._lengths = Counter[int]()  # by choice: characters sent with log-probabilities
         kind, id_ = ("chat.completion", "chatcmpl") if chat else ("text_completion", "cmpl")
         self._head = {
             "id": f"{id_}-{uuid.uuid4().hex}",

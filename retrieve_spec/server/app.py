@@ -69,9 +69,9 @@ def _middleware(models: Models, keys: Sequence[bytes]) -> list[Middleware]:
             allow_origins=config.origins,
             allow_methods=("GET", "HEAD", "POST", "DELETE"),
             allow_headers=_HEADERS,
-            allow_private_network=True,  # Chrome asks for pages from elsewhere that call this machine
+            allow_private_network=True,  # required by Chrome for other sites' pages that call this machine
         )
-        middleware.insert(0, pages)  # in front, so that the page can read why it is refused
+        middleware.insert(0, pages)  # first, so that a page can read why it is refused
     return middleware
 
 

@@ -207,7 +207,7 @@ class Backend:
     def guide(self, infill: Any, grammars: Grammars, beginnings: Beginnings) -> None:
         """Set what makes logits processors: for ``infill`` samplers, grammars and begun words."""
         self._infill, self._grammars = infill, grammars
-        self._beginnings = beginnings if beginnings.possible else None  # nothing is begun then, to warm up neither
+        self._beginnings = beginnings if beginnings.possible else None  # not used otherwise
 
     def new_cache(self) -> Any:
         """Return an empty key-value cache."""
@@ -267,7 +267,7 @@ class Backend:
             while under_way := [text for text in texts if not text.over]:
                 self.step(under_way)
                 for text in under_way:
-                    text.take()  # a text waits for its reader
+                    text.take()  # the text waits for its reader
             for text in texts:
                 text.close()
         self.forget(_NOBODY)
@@ -280,9 +280,9 @@ class Backend:
     def _read(self, cache: Any, token_ids: Sequence[int]) -> None:
         """Read further tokens into a cache."""
         ids = torch.tensor([list(token_ids)], dtype=torch.long, device=self.model.device)
-        with using(self._engine.threads), torch.no_grad():  # what inference mode has written cannot be gone on with
+        with using(self._engine.threads), torch.no_grad():  # caches written in inference mode cannot be continued
             read = self.model.base_model(input_ids=ids, use_cache=True, **{self._cache_name: cache})
-        read.last_hidden_state.cpu()  # an accelerator has done it then
+        read.last_hidden_state.cpu()  # waits for the device
 
     def decode(
         self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,

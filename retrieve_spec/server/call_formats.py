@@ -170,7 +170,7 @@ FORMATS = (
 )  # fmt: skip
 
 
-@lru_cache(maxsize=8)  # looked for in thousands of characters, several times a request
+@lru_cache(maxsize=8)  # searches thousands of characters, several times per request
 def find_tool_format(template: str, name: str | None = None) -> ToolFormat | None:
     """Return the format of a name, else the one that a chat template shows, None if unknown."""
     if name:

@@ -109,9 +109,9 @@ class ChatTemplate:
         for form in forms:
             try:
                 return self._render(turns, tools, **how)
-            except Exception:  # templates raise what they like
+            except Exception:  # templates may raise anything
                 turns, tools = form(turns, tools)
-        return self._render(turns, tools, **{"tools": [], **how})  # which some look through even where there are none
+        return self._render(turns, tools, **{"tools": [], **how})  # some always iterate over tools
 
     def _render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], /, **how: Any) -> str:
         given = {**how, "tools": list(tools)} if tools and self.traits.tools else how
@@ -169,7 +169,7 @@ class ChatTemplate:
     def _tried_with(self, *turns: Turn, **how: Any) -> str:
         """Return the prompt of some turns, with a tool if the template needs one; "" if it rejects them."""
         for tools in ({}, {"tools": [_TOOL]}):
-            with suppress(Exception):  # templates raise what they like
+            with suppress(Exception):  # templates may raise anything
                 return self._rendered(turns, **tools, **how)
         return ""
 
@@ -179,7 +179,7 @@ class ChatTemplate:
 
     def _takes_tools(self) -> bool:
         """Whether it renders a question beside a tool (some fail); whether the tool is shown is not checked."""
-        with suppress(Exception):  # templates raise what they like
+        with suppress(Exception):  # templates may raise anything
             return bool(self._rendered(_called(Traits())[:1], tools=[_TOOL]))
         return False
 

@@ -63,7 +63,7 @@ async def completions(body: schemas.OpenAICompletionRequest, request: Request, s
     several = isinstance(body.prompt, list) and all(isinstance(prompt, str) for prompt in body.prompt)
     prompts: Any = body.prompt if several and body.prompt else [body.prompt]
     if len(prompts) > 1:
-        who = replace(who, client=None)  # one request may not replace its own other half
+        who = replace(who, client=None)  # prompts of one request must not replace each other
     echoed = [text if isinstance(text, str) else service.codec.decode(text) for text in prompts if body.echo]
 
     def prepare(prompt: Any) -> PreparedTask:
@@ -238,7 +238,7 @@ class TaskStream:
         number = len(self.prepared)
 
         def sink(news: Delta | Completion) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed
                 self._loop.call_soon_threadsafe(self._said.put_nowait, (number, news))
 
         self._leave.append(service.queue.submit(prepared.task, sink))
@@ -289,7 +289,7 @@ async def opened(service: Service, prepare: Callable[[], Sequence[PreparedTask]]
     opening = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         await asyncio.shield(opening)
-    except asyncio.CancelledError:  # the thread goes on
+    except asyncio.CancelledError:  # the thread continues
         opening.add_done_callback(lambda _: stream.close())
         raise
     return stream
@@ -303,7 +303,7 @@ def scope_of(request: Request) -> str:
 def caller(request: Request, body: schemas.Common) -> Caller:
     """Return who sent a request: by the client's own id, else by address and place in the document."""
     key, arrived = scope_of(request), request.state.arrived
-    user = None if isinstance(body, schemas.ChatRequest) else body.user  # a chat's: whose agents ask at once
+    user = None if isinstance(body, schemas.ChatRequest) else body.user  # a user's agents chat at the same time
     if explicit := request.headers.get("x-client-id") or user:
         return Caller(key, f"{key}\0{str(explicit)[:256]}", explicit=True, arrived=arrived)
     host = request.client.host if request.client else ""

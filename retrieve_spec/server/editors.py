@@ -206,10 +206,10 @@ def _joined(held: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def write(path: Path, text: str) -> Path | None:
     """Write a settings file; return the path of the backup of its first contents, None if it is new."""
-    target = path.resolve()  # a link into a folder of dotfiles stays one
+    target = path.resolve()  # keeps a link into a folder of dotfiles
     target.parent.mkdir(parents=True, exist_ok=True)
     kept = target.with_name(target.name + _KEPT)
-    if target.exists() and not kept.exists():  # the user's own, which a second run must not replace by the first one's
+    if target.exists() and not kept.exists():  # a second run must not overwrite the user's original
         shutil.copy2(target, kept)
     with click.open_file(str(target), "w", encoding="utf-8", atomic=True) as file:
         file.write(text)

@@ -52,7 +52,7 @@ class Refusal(HTTPException):
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
         headers = {"Retry-After": "1"} if status == 503 else {}
-        if status in (408, 413, 499):  # what is left of the body is not read
+        if status in (408, 413, 499):  # the rest of the body is not read
             headers["Connection"] = "close"
         super().__init__(status, message, headers)
         self.kind = kind
@@ -280,7 +280,7 @@ class BoundedRoute(APIRoute):
                 request.schema, request.state.arrived = field.field_info.annotation, monotonic()  # type: ignore[assignment]
             try:
                 return await answer(request)
-            except asyncio.CancelledError:  # only an ending server cancels a request that is not done in time
+            except asyncio.CancelledError:  # a stopping server cancels late requests
                 return Refusal(503, "the server is stopping", "overloaded").response(request.url.path)
 
         return read_and_answer
@@ -363,7 +363,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD":  # the connection leaves out what a GET answers with
+        if scope["method"] == "HEAD":  # the connection omits the body
             scope = {**scope, "method": "GET"}
         if self._prefix and f"{scope['path']}/".startswith(f"{self._prefix}/"):
             scope = {**scope, "path": scope["path"].removeprefix(self._prefix) or "/"}

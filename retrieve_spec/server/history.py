@@ -42,7 +42,7 @@ def read_arguments(given: Any) -> dict[str, Any]:
             given = pydantic_core.from_json(given) if given.strip() else {}
     if isinstance(given, dict):
         return given
-    return {} if given in (None, []) else {"input": given}  # PHP spells what is empty so
+    return {} if given in (None, []) else {"input": given}  # PHP's form of an empty object
 
 
 def read_content(content: Any, place: str, left_out: list[str]) -> tuple[str, str]:
@@ -79,7 +79,7 @@ def _part_text(part: Any, place: str, left_out: list[str]) -> str:
         told = source.get("data")
     if isinstance(told, str):
         return told
-    if isinstance(content := part.get("content"), str | list):  # results of searches, documents in blocks
+    if isinstance(content := part.get("content"), str | list):  # search results, documents
         return read_content(content, place, left_out)[0]
     left_out.append(f"{place} ({kind})")
     name = next((part[key] for key in ("tool_name", "name", "filename") if isinstance(part.get(key), str)), "")
@@ -129,7 +129,7 @@ def chat_turns(messages: Sequence[Any], left_out: list[str]) -> list[Turn]:
             waiting = [call["id"] for call in turn["tool_calls"]] if "tool_calls" in turn else waiting
             turns.append(turn)
     if turns and turns[-1] == {"role": "assistant", "content": ""}:
-        turns.pop()  # an answer of which nothing came
+        turns.pop()  # an empty answer
     return turns or [{"role": "user", "content": ""}]
 
 
@@ -244,7 +244,7 @@ def _item_turn(item: Mapping[str, Any], kind: str, names: Names, place: str, lef
         namespace, name = item.get("namespace"), str(item.get("name") or kind.removesuffix("_call"))
         offered = names.get((namespace if isinstance(namespace, str) else None, name), name)
         return {"role": "assistant", "content": "", "tool_calls": [_call(offered, given, call_id, place)]}
-    if kind != "additional_tools":  # which are among those that are offered
+    if kind != "additional_tools":  # these are also in the request's tools
         left_out.append(f"{place} ({kind})")
     return {}
 
@@ -283,7 +283,7 @@ def chat_tools(tools: Sequence[Any], left_out: list[str]) -> list[Any]:
         if isinstance(kind, str) and kind != "function":
             left_out.append(f"tools.{number} ({_plain(kind)})")
             continue
-        if "function" not in known and "name" in known:  # as in other dialects
+        if "function" not in known and "name" in known:  # another dialect's form
             tool = _function(known["name"], {"parameters": known.get("input_schema"), **known})
         elif known:
             tool = {**known, "type": kind}
@@ -357,7 +357,7 @@ def _functions(
         if known.get("type") == "namespace" and isinstance(known.get("tools"), list):
             yield from _functions(known["tools"], f"{here}.tools", left_out, str(known.get("name")))
         elif (known.get("type") or "function") == "function":
-            yield _object(known.get("function")) or known, namespace  # in a chat's shape, too
+            yield _object(known.get("function")) or known, namespace  # also in the form of chats
         else:
             left_out.append(f"{here} ({_kind_of(known)})")
 

@@ -215,17 +215,17 @@ class Job:
         self.done = Completion(prompt_tokens=len(task.prompt_ids))
         self.text: Any = None
         self._slot: Any = None
-        self._settled = list[int]()  # those of the task at which the cache is still to be copied
+        self._settled = list[int]()  # positions at which the cache is still to be copied
         self._backend, self._codec, self._pool, self._changed, self._clock = backend, codec, pool, changed, clock
         self._scanner = StopScanner(codec, task.rules, clock)
         self._said: list[int] = []
-        self._told = 0  # tokens that were published
+        self._told = 0  # published tokens
         self._noted_at = clock()
 
     def cancel(self, outcome: Outcome = "cancelled") -> None:
         """End the work after the current pass; the first reason becomes the outcome."""
         if not self.turn.cancelled:
-            self.done.outcome = outcome  # first: whoever finds it cancelled reads why
+            self.done.outcome = outcome  # set first, since readers of the cancellation need the reason
             self.turn.cancelled = True
 
     def join(self, waiter: Waiter) -> None:
@@ -277,11 +277,11 @@ class Job:
 
     def _hints(self, slot: Slot) -> DraftHints:
         """Return sources of drafts; without a prediction, an earlier answer to this prompt is the prediction."""
-        hints = self.task.hints()  # also where only the prompt is read: the drafter's memory reads the new chunks now
+        hints = self.task.hints()  # even if only the prompt is processed: the drafter's memory reads the new chunks now
         if self.task.warm or not self.task.drafting:
             return DraftHints(enabled=False, scope=self.task.scope)
         if self.forgotten:
-            hints = replace(hints, session=None)  # it would keep what is said
+            hints = replace(hints, session=None)  # the session would remember the answer
         return hints if hints.prediction else replace(hints, prediction=self._said_before(slot))
 
     def _said_before(self, slot: Slot) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from retrieve_spec.config import DraftSources, LoadOptions, ServeConfig
 from retrieve_spec.errors import ServeError
 from retrieve_spec.server.editors import Remote, parsed, reason_of
 
-if TYPE_CHECKING:  # with `--connect` no model is here, and its libraries stay out of the editor's process
+if TYPE_CHECKING:  # with `--connect`, the model's libraries are not imported
     from retrieve_spec.server.service import Service
 
 log = logging.getLogger("retrieve_spec.server")
@@ -90,7 +90,7 @@ class Completer:
             log.warning("the server cannot be asked: %r", error)
             return ""
         asking = asyncio.current_task()
-        if asking is not None and asking.cancelling():  # a server in this process answers those who are cancelled, too
+        if asking is not None and asking.cancelling():  # a server in this process also answers cancelled requests
             raise asyncio.CancelledError
         found = parsed(answer)
         if answer.status_code != 200:
@@ -268,7 +268,7 @@ def _add_documents(server: CompletionServer) -> None:
     async def did_open(params: lsp.DidOpenTextDocumentParams) -> None:
         document = server.opened(params.text_document.uri)
         if document is not None:
-            document.__class__ = Document  # pygls makes them itself, and has no door for others
+            document.__class__ = Document  # pygls creates documents itself, without a hook
         server.note_place(params.text_document.uri, 0)
         if server.completer is not None:
             await server.completer.open(params.text_document.text)
@@ -294,13 +294,13 @@ def _add_completion(server: CompletionServer) -> None:
         if completer is None:
             return None
         document = server.opened(params.text_document.uri)
-        if document is None:  # nothing is read from disk that the client has not opened
+        if document is None:  # only documents that the client has opened are read
             return None
         offset = document.offset_at_position(params.position)
         source, chosen = document.source, params.context.selected_completion_info
         left, right, given = source[:offset], source[offset:], ""
         if chosen is not None:
-            # The popup's entry counts as typed; clients hide what does not begin with it.
+            # The popup's entry counts as typed; clients hide completions that do not begin with it.
             left = source[: document.offset_at_position(chosen.range.start)] + chosen.text
             given = chosen.text
         kind = params.context.trigger_kind

@@ -199,7 +199,7 @@ class Models:
             )
         self._waiting += 1
         try:
-            async with self._changing:  # one after another, in the order in which they were asked for
+            async with self._changing:  # one at a time, in order of the requests
                 if model.service is None:
                     await self._load(name, model)
         finally:
@@ -222,7 +222,7 @@ class Models:
                 model.service.close()
 
 
-async def _known(request: Request) -> Models:  # FastAPI gives plain functions a thread
+async def _known(request: Request) -> Models:  # async, since FastAPI runs plain functions in a thread
     models: Models = request.app.state.models
     return models
 

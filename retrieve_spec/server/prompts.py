@@ -66,7 +66,7 @@ class Prompts:
         turns, tools = hidden.of_turns(turns), hidden.of(tools)
         try:
             prompt = self.template.render(turns, tools, **rendering)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise anything
             raise Refusal(400, f"the model's chat template refuses these messages: {error}") from error
         thinking = thinking_after(prompt, self.template.traits.thoughts, begun)
         self._fits(len(prompt))
@@ -409,7 +409,7 @@ class FimAssembler:
         v, fmt = self.vocabulary, self.vocabulary.fmt
         prefix_text = stable_tail(parts.prefix, self._before * _CHARS_PER_TOKEN)
         suffix_text = _head(parts.suffix, self._after * _CHARS_PER_TOKEN)
-        begun = ""  # the end of the cursor's line that is left to the model
+        begun = ""  # the part of the cursor's line that the model writes
         if heal and self._beginnings is not None:
             begun = self._beginnings.of(prefix_text[prefix_text.rfind("\n") + 1 :])
         prefix, middle = self._divided(

@@ -170,7 +170,7 @@ class RequestQueue:
                     job = fresh
                     self._jobs.append(job)
                     self._changed.notify_all()
-        finally:  # also where the queue is full
+        finally:  # even if the queue is full
             for other in gone:
                 done = Completion("superseded", prompt_tokens=len(other.task.prompt_ids))
                 self._on_done(other.task, done)
@@ -248,7 +248,7 @@ class RequestQueue:
                 except Exception as error:
                     log.exception("the queue failed")
                     self._fail_all(error)
-        finally:  # also where something ends the thread
+        finally:  # even if an exception ends the thread
             ended = RuntimeError("the model's thread has ended")
             with self._changed:
                 self._closed = True
@@ -314,7 +314,7 @@ class RequestQueue:
             if not job.proceed():
                 return False
             self._finish(job, job.done)
-            job.close()  # nobody waits for the cache
+            job.close()  # the cache is not needed
         return True
 
     @contextmanager

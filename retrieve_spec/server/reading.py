@@ -90,7 +90,7 @@ def after_thoughts(grammar: str, thinking: Thinking, mark: Callable[[str], str])
     answer, *parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     close = mark(tags.close)
     answers = " ".join(map(mark, tags.answers[:1]))
-    is_token = close.startswith("<[")  # which is no part of any text
+    is_token = close.startswith("<[")  # a special token without text
     thought = f"thought: /(?s:.*)/ {close}" if is_token else f"thought[suffix={close}]: /(?s:.*)/"
     begins = f"{mark(tags.opens)} thought" if thinking.begun is None else "thought"
     start = f"start: ({begins} /[ \\n]{{0,4}}/ {answers}){'?' if thinking.begun is None else ''} @answer"

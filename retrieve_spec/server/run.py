@@ -79,7 +79,7 @@ def build_service(
         metrics=metrics,
         progress=progress,
     )
-    model.speculation.assume_frozen()  # nobody else has it
+    model.speculation.assume_frozen()  # no other code holds the model
     return service
 
 
@@ -107,7 +107,7 @@ def assemble(
         stores_now = given if store is None else [*given, store]
         trial = build_drafter(model.speculation.config, datastores=stores_now)
         if isinstance(trial, Preparable):
-            trial.prepare()  # whatever it has to compile or load
+            trial.prepare()  # compiles or loads everything
         service.queue.run_when_idle(lambda: model.speculation.use_datastores(stores_now))
 
     workspace = Workspace(sources.workspaces, config, tokenizer, attach) if sources.workspaces else None
@@ -187,12 +187,12 @@ def serve(
     """
     paths = named(names)
     for store in sources.stores:
-        open_datastore(store)  # a wrong folder is said now, not after the model has loaded
+        open_datastore(store)  # raises now for a wrong folder, not after loading the model
     if sources.session is not None:
         unpacked(sources.session)
     keys = read_keys(key_file) if key_file is not None else ()
     check_binding(config.host, keys)
-    early = early or EarlyListener(listen(config.host, config.port))  # a taken address is said now
+    early = early or EarlyListener(listen(config.host, config.port))  # raises now for a taken address
     metrics = Metrics()
 
     build = partial(build_service, config=config, shared=bool(keys), metrics=metrics, loading=loading)

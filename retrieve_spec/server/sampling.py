@@ -97,7 +97,7 @@ class Sampling:
             "min_p": self.min_p if "min_p" in self.chain and self.min_p > 0.0 else None,
         }
         if "infill" in self.chain and infill is not None:
-            # The infill rule reads what top-k and top-p leave, and `generate` runs processors before its own filters.
+            # The infill rule needs what top-k and top-p leave, but `generate` runs processors before its own filters.
             before = self.chain[: self.chain.index("infill")]
             guides.append(
                 infill(
@@ -195,7 +195,7 @@ class InfillProcessor:
             candidates = [candidate for candidate in rated if candidate[1] > 0.0]
             kept = infill_survivors(candidates, self._end_ids, end)
             if kept == [end] and scores[row, end] == -torch.inf:
-                kept = [candidates[0][0]]  # the text may not end: what was begun is still to be said
+                kept = [candidates[0][0]]  # the text may not end before the begun text is complete
             out[row, kept] = scores[row, kept] if kept != [end] else 0.0
         return out
 
@@ -457,7 +457,7 @@ class LogProbWriter:
 
     def __init__(self, codec: TextCodec, spelled: Mapping[int, bytes]) -> None:
         self._codec, self._spelled = codec, spelled
-        self._lead = codec.encode_prompt("a", add_special_tokens=False)  # else some leave out a token's first blank
+        self._lead = codec.encode_prompt("a", add_special_tokens=False)  # else some drop leading spaces
         self._text = lru_cache(maxsize=1 << 16)(self._decoded)
 
     def of_chat(self, noted: Sequence[TokenLogProb]) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class Memory:
 
         Not for the model's thread. Of very many texts only some are encoded, the others when they are sent again.
         """
-        room, read, encoded = _ENCODED_AT_ONCE, self._read, self._encoded  # dropped where all is forgotten meanwhile
+        room, read, encoded = _ENCODED_AT_ONCE, self._read, self._encoded  # `forget` replaces these objects
         for text in (text[:_ENCODED_AT_ONCE] for text in texts):
             if not text or hash(text) in read:
                 continue
@@ -154,7 +154,7 @@ class Memory:
             if room < 0:
                 return
             if len(read) >= _READ_TEXTS:
-                read.clear()  # long ago: the drafter's memory has let go of most of them, too
+                read.clear()  # the drafter's memory has dropped most of them, too
             read.add(hash(text))
             encoded.append(np.asarray(self.codec.encode_cached(text), np.int32))
 
@@ -344,7 +344,7 @@ class Service:
         """
         kept = self.kept(scope)
         self.memory(scope).forget()
-        self.beginnings.forget()  # of all users: whose words they were is not kept
+        self.beginnings.forget()  # of all users, since owners are not recorded
         if self.workspace is not None and not self._shared:
             self.workspace.forget()
         try:
@@ -379,7 +379,7 @@ class Service:
         if memory.assembler is None:
             raise Refusal(501, self.no_fim(), "not_supported_error")
         most = 0 if wanted < 0 else min(wanted, self.backend.n_ctx // 8)
-        # A grammar says itself what comes first, and log-probabilities are of all that is said.
+        # A grammar determines the beginning itself, and log-probabilities cover the whole answer.
         free = request.wanted_json()[0] is None and request.wanted_logprobs() is None
         prompt = memory.assembler.assemble(parts, most, heal=free)
         expected = self.prompts.expected(request, prompt.begun)
@@ -411,7 +411,7 @@ class Service:
         if not self._cuts_caches:
             end = len(prompt.token_ids) - max(1, len(self.prompts.opening(request)))
             shared = common_prefix(self.prompts.instructions(request), prompt.token_ids)
-            places = {*settled_before(end), shared - 1, end}  # the last one may be another where a question begins
+            places = {*settled_before(end), shared - 1, end}  # the last token may change when a question follows
             prepared.task = replace(prepared.task, settled=tuple(sorted(places)))
         return replace(prepared, reader=reader)
 

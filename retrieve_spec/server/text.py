@@ -242,7 +242,7 @@ class StopWord:
 
     def __init__(self, word: str) -> None:
         self.word, self.matched = word, 0
-        self._falls = [0]  # by characters matched less one, those that still match one character later
+        self._falls = [0]  # failure links: for each number of matched characters less one, the fallback
 
     def read(self, piece: str) -> int:
         """Read more text; return how many of its characters complete the stop string, or -1."""
@@ -287,11 +287,11 @@ class StopScanner:
         self._words = [StopWord(word) for word in rules.words]
         self._clock = clock
         self._decoder = TextDecoder(codec.tokenizer, skip_special_tokens=False)
-        self._decoder.push(codec.encode_prompt("a", add_special_tokens=False))  # else some leave out the first blank
+        self._decoder.push(codec.encode_prompt("a", add_special_tokens=False))  # else some drop leading spaces
         self._first_token_at: float | None = None
         self._begun = len(rules.begun)
         self._codec = codec
-        self._unseen = 0  # tokens that said nothing but what was begun
+        self._unseen = 0  # tokens with no text beyond the begun one
         blanks = f"[ \\t]{{0,{rules.min_indent - 1}}}"
         self._outdented = re.compile(rf"\n{blanks}(?=[^ \t])") if rules.min_indent > 0 else None
         self.shown = 0

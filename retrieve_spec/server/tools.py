@@ -93,9 +93,9 @@ class CallParser:
         elif fmt.python:
             self._read_arguments = _read_python
         self._held = ""
-        self._at = -1  # where in what is held a call begins, if one does
-        self._bare = fmt.bare  # a call may begin here with nothing in front
-        self._called = False  # nothing but blanks has been said since a call
+        self._at = -1  # start of a call in the held text, or -1
+        self._bare = fmt.bare  # whether a bare call may begin here
+        self._called = False  # whether only whitespace followed a call
 
     def feed(self, text: str) -> list[Said]:
         """Return what is certain with more of the answer."""
@@ -118,7 +118,7 @@ class CallParser:
                 if isinstance(error, json.JSONDecodeError) and not ended:
                     return  # more is to come
                 count, self._at, self._bare = self._at + 1, -1, False
-                yield from self._text(count)  # what is left of the mark is no mark
+                yield from self._text(count)  # an incomplete mark is text
             else:
                 yield from calls
                 self._held, self._at = rest, -1
@@ -209,7 +209,7 @@ class CallParser:
             arguments = {}
         if not (isinstance(name, str) and isinstance(arguments, dict) and name in self._schemas):
             raise ValueError
-        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()  # 1e999 is no number of JSON's
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()  # 1e999 is not valid JSON
         return ToolCall(name, arguments)
 
 
@@ -385,7 +385,7 @@ def _cases(schema: Any, argument: str) -> list[dict[str, Any]]:
     except (KeyError, TypeError):
         return []
     cases, followed = list[dict[str, Any]](), set[str]()
-    for case in waiting:  # which grows
+    for case in waiting:  # grows during iteration
         case = case if isinstance(case, dict) else {}
         options = next((case[union] for union in ("anyOf", "oneOf", "allOf") if union in case), None)
         if isinstance(path := case.get("$ref"), str):
@@ -493,7 +493,7 @@ def _value_rule(value: str, schema: Mapping[str, Any], key: str, spell: Callable
     if any(_may_be("string", case) for case in cases):
         return ""
     wanted = json.dumps({**given, **_BLANKS} if isinstance(given, dict) else {})
-    if '"$ref": "#' in wanted:  # from the root of the schema of all arguments
+    if '"$ref": "#' in wanted:  # references to the root of all arguments' schema
         wanted = json.dumps({**given, **_BLANKS, "$defs": {"all": schema}})
         wanted = wanted.replace('"$ref": "#', '"$ref": "#/$defs/all')
     return f"{value}: %json {wanted}"
@@ -537,7 +537,7 @@ def _tagged_rules(call: str, name: str, schema: Mapping[str, Any], tags: Tags, m
 
     arguments, rules, close = list[str](), list[str](), spelled(tags.value_close)
     text, token, rest = close.partition("<[")
-    suffix = tags.value_close if not token else json.loads(text) if text else ""  # what the end of a text begins with
+    suffix = tags.value_close if not token else json.loads(text) if text else ""  # beginning of a text's end
     for number, key in enumerate(schema.get("properties", {})):
         value, end = f"{call}_{number}", close
         rule = _value_rule(value, schema, key, lambda one: mark(one if isinstance(one, str) else json.dumps(one)))

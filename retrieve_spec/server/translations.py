@@ -149,7 +149,7 @@ class MessageAnswer(ItemizedAnswer):
 
     def __init__(self, service: Service, request: ChatRequest, prepared: Sequence[PreparedTask]) -> None:
         super().__init__(service, request, prepared)
-        self._number = -1  # of the block under way
+        self._number = -1  # of the open block
         self._prompt_tokens = len(prepared[0].task.prompt_ids)
         self._begun = False
         self._head: dict[str, Any] = {
@@ -421,7 +421,7 @@ class ResponseAnswer(ItemizedAnswer):
         if item["type"] == "function_call":
             given = {"name": item["name"], "arguments": item["arguments"]}
             return [self._of_item("function_call_arguments.done", **given), self._item_event("done", item)]
-        if done is not None and finish_reason(done) != "stop":  # with it the answer was cut off
+        if done is not None and finish_reason(done) != "stop":  # the answer was cut off
             item["status"] = "incomplete"
         (part,) = item["content"]
         told: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}

@@ -160,7 +160,7 @@ class Workspace:
             try:
                 self._watch()
             except Exception as error:
-                self._bring_up_to_date()  # what changes between two watchers is found so
+                self._bring_up_to_date()  # finds changes between two watchers
                 self._note(error)
                 self._stop.wait(_EVERY_S)
                 self._due = True
@@ -195,7 +195,7 @@ class Workspace:
         roots = {str(root) for root in self.roots}
         before = self._opened()
         if before is None or not {source for source, _ in _texts(before)} <= roots:
-            # Interrupted, damaged or made by an older release; nobody else writes.
+            # Interrupted, damaged or of an older release; there is no other writer.
             shutil.rmtree(self.folder, ignore_errors=True)
             before = None
         # So that it can be found when one of the folders is to be forgotten.
@@ -210,13 +210,13 @@ class Workspace:
                 workers=1,
             )
             self.left_out = report.skipped_by_reason
-        except NothingToIndexError as nothing:  # yet: it is followed like any other
+        except NothingToIndexError as nothing:  # not yet; the folder is watched all the same
             self.left_out = nothing.left_out
         after = self._opened()
         if after is None or not after.manifest.documents:
             shutil.rmtree(self.folder, ignore_errors=True)
         elif after is not before and _texts(before) - _texts(after):
-            # Else the text of what was deleted, or became secret, stands in the files.
+            # Else text that was deleted, or became secret, stays in the files.
             compact_datastore(self.folder, workers=1)
 
     def _opened(self) -> Datastore | None:
@@ -294,7 +294,7 @@ def _delete(home: Path, folders: Iterable[Path]) -> None:
     gone = home.with_name(f"{home.name}.{secrets.token_hex(4)}.gone")
     try:
         with FileLock(home / _LOCK, timeout=_END_OF_WRITE_S):
-            os.rename(home, gone)  # at once: who waits for the lock begins anew
+            os.rename(home, gone)  # atomically: processes that wait for the lock start again
             shutil.rmtree(gone)
     except Timeout as error:
         expected = f"to forget {', '.join(map(str, folders))}"

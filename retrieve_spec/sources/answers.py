@@ -150,7 +150,7 @@ class AnswerMemory:
         self._owner = owner
         self._kept = _Bounded(max_bytes, answers, key_bytes)
         self._new: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()  # since the file was last read
-        self._gone: set[bytes] = set()  # what keys begin with that were forgotten, but not yet in the file
+        self._gone: set[bytes] = set()  # prefixes of keys that are forgotten, but still in the file
         self._waiting: deque[tuple[bytes, bytes]] = deque()
         self._lock = threading.RLock()
         self._busy = False
@@ -190,7 +190,7 @@ class AnswerMemory:
         ids = token_ids_of(token_ids, "an answer")
         if len(ids):
             self._waiting.append((key, ids[: loop_start(ids)].astype("<i4").tobytes()))
-        with self._exclusive():  # takes in what waits
+        with self._exclusive():  # applies pending changes
             pass
 
     def save(self) -> None:
@@ -216,7 +216,7 @@ class AnswerMemory:
 
     def keep(self, at_once: bool = False) -> None:
         """Save if it is due, or with `at_once` if anything is new; errors are logged."""
-        if self.path is None or self._busy:  # the garbage collector ended a generation in the middle of a save
+        if self.path is None or self._busy:  # the garbage collector may end a generation during a save
             return
         if self._is_due() or (at_once and (self._new or self._gone)):
             self._save_or_log()
@@ -248,7 +248,7 @@ class AnswerMemory:
             if key:
                 self.save()
                 return
-            with self._file_lock() as path:  # whatever is in it
+            with self._file_lock() as path:  # regardless of its content
                 replace_file(path, packed(self._kept.known), private=True)
             self._gone.clear()
 
@@ -390,7 +390,7 @@ class RolloutMemory(AnswerMemory):
             return
         if kind is None:
             self.save()
-        else:  # what ended the block is what its caller is to hear of
+        else:  # keep the exception that ended the block
             self._save_or_log()
 
     @property
@@ -458,7 +458,7 @@ def unpacked(path: Path) -> dict[bytes, list[bytes]]:
     try:
         with path.open("rb") as file:
             data = file.read(_HEAD.size)
-            if data.startswith(_MAGIC):  # else it may be anything, a model's weights, say
+            if data.startswith(_MAGIC):  # else it may be any file, for example a model's weights
                 data += file.read()
     except FileNotFoundError:
         return {}

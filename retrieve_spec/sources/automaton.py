@@ -41,7 +41,7 @@ class SuffixAutomaton:
         self._shortest = shortest
         self.moved = 0
         """Number of times an array was replaced by a larger one."""
-        self._row: Row | None = None  # of the arrays as they are
+        self._row: Row | None = None  # of the current arrays
         self.states: NDArray[np.int32] = np.empty((2 * self._capacity, 5), np.int32)
         self.edges: NDArray[np.int32] = np.empty((self._capacity, 6), np.int32)
         self.slots: NDArray[np.int32] = np.empty(_power_of_two(self._capacity * 4 // 3 + 1), np.int32)

@@ -133,7 +133,7 @@ class DenseSource:
         """Open the indexes, and compile the kernels or load them from Numba's cache."""
         self.count = 0
         for _, index in self.indexes.parts:
-            index.prepare()  # a damaged one is an error now, not amid the text
+            index.prepare()  # raises now if it is damaged, instead of amid the text
         self.root()
 
     def search(self, hidden: NDArray[np.float32], token: int) -> None:

@@ -47,7 +47,7 @@ class PhraseMemory:
         self.entries: NDArray[np.int32] = on_large_pages(size, np.int32).reshape(CAPACITY, 2 * CONTINUATIONS)
         self.seen: NDArray[np.uint64] = np.zeros((SEEN, 2), np.uint64)
         self.requests = 0
-        self._lock = threading.Lock()  # drafters of other threads may learn too
+        self._lock = threading.Lock()  # drafters of other threads may learn, too
 
     @property
     def tokens(self) -> NDArray[np.int32]:

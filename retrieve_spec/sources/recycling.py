@@ -35,13 +35,13 @@ class RecyclingTable:
     def __init__(self, capacity: int = MANY_CONTEXTS, k: int = 8) -> None:
         self.k = k
         self.sets: NDArray[np.uint64] = on_large_pages(2 * capacity, np.uint64)
-        entries = on_large_pages(2 * k * capacity + kernels.MOST, np.int32)  # the last one, too, is read as eight
+        entries = on_large_pages(2 * k * capacity + kernels.MOST, np.int32)  # read in blocks of eight
         self.entries: NDArray[np.int32] = entries[: 2 * k * capacity].reshape(capacity, 2 * k)
         self._memory: NDArray[np.int64] = np.zeros(kernels.MEMORY, np.int64)
 
     def reset(self) -> None:
         """Forget everything."""
-        if self._memory[0]:  # else there is nothing
+        if self._memory[0]:  # else it is empty
             self.sets[:] = 0
             self._memory[0] = 0
 

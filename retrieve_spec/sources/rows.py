@@ -118,7 +118,7 @@ def on_large_pages(size: int, dtype: type) -> NDArray[Any]:
     else:
         begin, private = _LARGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         memory = mmap.mmap(-1, (-(-used // _LARGE) + 1) * _LARGE, flags=private)
-        with contextlib.suppress(OSError):  # a system without
+        with contextlib.suppress(OSError):  # not supported by this system
             memory.madvise(mmap.MADV_HUGEPAGE)
         room = np.frombuffer(memory, np.uint8)
     first = -room.__array_interface__["data"][0] % begin
@@ -160,7 +160,7 @@ class Alignments:
 
     def reset(self) -> None:
         """Begin another text."""
-        if self.meta[0]:  # else memory that was never touched stays so
+        if self.meta[0]:  # else leave untouched memory unallocated
             self.places[:] = 0
         self.kept[:] = 0
         self.meta[:] = 0

@@ -55,7 +55,7 @@ def loop_start(token_ids: NDArray[np.int32]) -> int:
     n = len(token_ids)
     for period in range(1, min(LONGEST_LOOP, n // 3) + 1):
         different = np.flatnonzero(token_ids[period:] != token_ids[:-period])
-        begins = int(different[-1]) + 1 if len(different) else 0  # of the part that repeats with this period
+        begins = int(different[-1]) + 1 if len(different) else 0  # start of the part with this period
         if n - begins >= 3 * period:
             return begins + 2 * period
     return n
@@ -86,7 +86,7 @@ class SessionMemory:
         self.automata = [SuffixAutomaton(1024, exact=exact), SuffixAutomaton(1024, exact=exact)]
         self._texts: list[list[NDArray[np.int32]]] = [[], []]
         self._lock = threading.RLock()
-        self._busy = 0  # readers and writers of the thread that has the lock, one inside the other
+        self._busy = 0  # nesting depth of readers and writers in the thread that holds the lock
         self._waiting: deque[NDArray[np.int32]] = deque()
         self._kept: tuple[AnswerMemory, bytes] | None = None
 
@@ -110,7 +110,7 @@ class SessionMemory:
         try:
             if self._busy == 1:
                 self._take_in()
-        except BaseException:  # Ctrl-C among others: nobody leaves what was not entered
+        except BaseException:  # such as Ctrl-C: `__exit__` is not called if `__enter__` fails
             self.__exit__(None, None, None)
             raise
         return self
@@ -151,7 +151,7 @@ class SessionMemory:
         It waits while kernels read, even where the garbage collector ends a request in the middle of another's step.
         """
         self._waiting.append(token_ids.astype(np.int32))
-        with self:  # takes in what waits
+        with self:  # applies pending texts
             pass
 
     def _add(self, token_ids: NDArray[np.int32]) -> None:

@@ -91,7 +91,7 @@ class Unigrams:
         self._by_classes: NDArray[np.float32] = np.zeros((kernels.PLACES, kernels.LISTED), np.float32)
         self._versions: NDArray[np.int64] = np.zeros(kernels.PLACES, np.int64)
         size = 0 if mute else _VOCABULARY
-        self._stats: NDArray[np.int32] = np.zeros((size, kernels.STATS), np.int32)  # touched as far as used
+        self._stats: NDArray[np.int32] = np.zeros((size, kernels.STATS), np.int32)  # pages are allocated on use
         self._stats[: len(classes), kernels.CLASS] = classes[:size]
         self._recent: NDArray[np.int32] = np.zeros(kernels.RECENT, np.int32)
         self._frequent: NDArray[np.int32] = np.zeros(kernels.FREQUENT, np.int32)
@@ -99,7 +99,7 @@ class Unigrams:
     def reset(self) -> None:
         """Begin another text."""
         self._stats[: self.meta[kernels.HIGHEST] + 1, : kernels.CLASS] = 0
-        self.meta[: kernels.VERSION] = 0  # shares at places are of an earlier list
+        self.meta[: kernels.VERSION] = 0  # invalidates the shares of earlier lists
 
     def row(self, number: int) -> Row:
         """Row of the mixture's source table; its arrays are never replaced."""

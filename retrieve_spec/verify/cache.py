@@ -147,7 +147,7 @@ class KeptRows:
     def commit(self, path: NDArray[np.int32], nodes: int) -> None:
         """Keep the rows of the last pass; of its last `nodes` nodes only those on `path`, (a,) int32."""
         if not self._has_only(TAKE_TREES + HOLD_STATE):  # layers with a `crop` of their own
-            if dropped := nodes - len(path):  # they take chains, so what stays comes first
+            if dropped := nodes - len(path):  # they verify chains, so kept rows come first
                 crop(self._cache, -dropped)
             else:
                 trim(self._cache)
@@ -155,7 +155,7 @@ class KeptRows:
         stay = int((np.append(path, -1) != np.arange(len(path) + 1)).argmax())  # accepted rows in place
         for i, layer in enumerate(self._cache.layers):
             rows = _rows(layer)
-            # A layer that the pass did not write to holds keys and values of a picture.
+            # A layer that the pass did not write to has keys and values of an image.
             unwritten = nodes > 0 and i < len(self._before) and rows == self._before[i]
             if rows and not unwritten:
                 _keep(layer, rows - nodes, path, nodes, stay)

@@ -134,7 +134,7 @@ def by_passes(verifier: Verifier, drafts: list[Draft]) -> torch.Tensor:
         if verifier.mode == "chain" and not tree.is_chain:
             raise RuntimeError(verifier.reason or "drafts must be chains here")
         logits = verifier.forward(np.array([draft.root], np.int32), tree if len(tree) else None).logits
-        rows.append(logits.float().clone())  # the next pass may write over them
+        rows.append(logits.float().clone())  # the next pass may overwrite them
         verifier.commit(np.array(draft.accepted, np.int32))
     return torch.cat(rows)
 
@@ -182,7 +182,7 @@ class PlainText:
         for way in ways:
             try:
                 readings.append(way(model, ids, shown, reference.text))
-            except Exception:  # whatever a model's own code raises: users cannot read texts this way either
+            except Exception:  # a model's own code may raise anything: users cannot process texts this way either
                 logger.debug("no reading %s", way.__name__, exc_info=True)
         return cls(call, drafts, reference, Rounding.of(model, reference.kept, readings))
 
@@ -287,7 +287,7 @@ class Rounding:
     def compare(self, got: torch.Tensor, wanted: torch.Tensor) -> Deviation:
         """Compare the logits of passes with those of single steps, (rows, vocab) each."""
         spread, difference = spread_of(wanted), got - wanted
-        last_place = torch.finfo(self.dtype).eps / 2 * float(wanted.abs().max()) / spread  # readings may agree by luck
+        last_place = torch.finfo(self.dtype).eps / 2 * float(wanted.abs().max()) / spread  # results may agree by chance
         if self.exact:
             noise = min(_READINGS * max(self.largest, last_place), _MOST[self.dtype])
             return Deviation(float(difference.abs().max()) / spread, max(_LARGEST[self.dtype], noise))
@@ -311,7 +311,7 @@ def _quantised(model: Any) -> Iterator[nn.Module]:
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
         plain = type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point()
-        wraps = hasattr(module, "base_layer")  # an adapter; the layer that it wraps is a module, too
+        wraps = hasattr(module, "base_layer")  # an adapter, whose wrapped layer is also a module
         if hasattr(module, "in_features") and not plain and not wraps:
             yield module
 
@@ -327,7 +327,7 @@ def rows_change_one_another(model: Any) -> str:
         if kind in tried:
             continue
         tried.add(kind)
-        # not from its state: bitsandbytes unpacks 4-bit weights to make one, and packs them less exactly again
+        # not by its state dict: bitsandbytes unpacks 4-bit weights for it, and packs them less exactly afterwards
         tensors = chain(module.parameters(), module.buffers())
         device = next((tensor.device for tensor in tensors), model.device)
         generator = torch.Generator().manual_seed(0)

@@ -87,7 +87,7 @@ class HFVerifier:
         self._positions = DerivedPositions(interface.places) if interface.places else None
         state = None if interface.recurrence is None else RecurrentState(interface.recurrence)
         self.cache = SequenceCache(None, state)
-        self._steps: StepVerifier | None = None  # continues the text where its kind of call allows no drafts
+        self._steps: StepVerifier | None = None  # continues the text if its kind of call allows no drafts
 
     @property
     def pass_kind(self) -> PassKind:
@@ -117,14 +117,14 @@ class HFVerifier:
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation; the mode may weaken when the cache cannot be rolled back, or by the kind of call."""
         kwargs = dict(inputs.model_kwargs)
-        self._call: VerifierInputs | None = inputs  # until its prompt is read
+        self._call: VerifierInputs | None = inputs  # until the prompt is processed
         self.cache = SequenceCache(kwargs.pop(self.interface.cache_name, None), self.cache.state)
         self.past = inputs.past_length
         uncached = inputs.input_ids.shape[1] - (inputs.past_length if inputs.holds_past else 0)
         self.inputs = PassInputs(
             self.model, self.interface, self._device, inputs.input_ids, kwargs, inputs.past_length, uncached
         )
-        padded_state = self.cache.state is not None and self.inputs.is_padded  # layers ignore the mask of a lone token
+        padded_state = self.cache.state is not None and self.inputs.is_padded  # layers ignore a single token's mask
         self.whole_prompts = self.interface.needs_whole_prompts or bool(self.inputs.names) or padded_state
         self.is_plain_text = self.inputs.shifts_alike and not inputs.why_not_text(self.interface.cache_name)
         self._signature = InputSignature.of(self.model.config, self.inputs)

@@ -205,7 +205,7 @@ def _keeps_state(model: Any, config: Any) -> bool:
         return False
     try:
         layers = DynamicCache(config=config).layers
-    except Exception:  # a config that does not say what its layers keep
+    except Exception:  # the config does not tell what its layers keep
         return False
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
@@ -231,7 +231,7 @@ def attention_implementation(model: Any, name: str) -> Iterator[None]:
 def _configs(model: Any) -> list[Any]:
     """Return the configs of a model and of its parts, outer ones first."""
     found = [module.config for module in model.modules() if hasattr(getattr(module, "config", None), "sub_configs")]
-    for config in found:  # grows meanwhile
+    for config in found:  # grows during iteration
         found += [part for name in config.sub_configs if (part := getattr(config, name, None)) is not None]
     return list({id(config): config for config in reversed(found)}.values())[::-1]
 
@@ -251,7 +251,7 @@ def _read_masks(config: Any) -> tuple[dict[str, LayerView | None], Mode, str]:
         if layer_type in _OTHER_TYPES:
             masks.setdefault(layer_type, None)
             continue
-        if layer_type == "hybrid":  # attention and a mixer side by side
+        if layer_type == "hybrid":  # parallel attention and mixer
             masks.setdefault("linear_attention", None)
             layer_type = "full_attention"
         if layer_type not in _ATTENTION_TYPES:

@@ -117,7 +117,7 @@ class Mixer:
             if not isinstance(value, (dict, nn.Module)):
                 memo[id(value)] = value  # configs and functions are shared, not copied
         made = copy.deepcopy(self.module, memo)
-        vars(made).pop("forward", None)  # what stands there is of the module itself
+        vars(made).pop("forward", None)  # an instance's own forward belongs to the original
         return made, stand_ins
 
 
@@ -144,7 +144,7 @@ def find_mixers(model: Any, cache_name: str, ids: torch.Tensor) -> list[Mixer] |
     for i in linear:
         modules = {id(module): module for module in updated[i]}
         if not modules:
-            continue  # a layer whose state this model does not use
+            continue  # this model does not use the layer's state
         if len(modules) > 1:
             return f"several modules share the state of layer {i}"
         module = updated[i][0]

@@ -163,7 +163,7 @@ def _side_by_side(caches: Sequence[Any], columns: int) -> DynamicCache:
     whole = DynamicCache()
     for layers in zip(*(cache.layers for cache in caches), strict=True):
         if type(layers[0]) not in GROW_BY_ROWS:
-            whole.layers.append(layers[0])  # has the right type; shared passes do not write to it
+            whole.layers.append(layers[0])  # for its type only; shared passes do not write to it
             continue
         layer = DynamicLayer()
         layer.lazy_initialization(layers[0].keys, layers[0].values)
@@ -209,7 +209,7 @@ def why_not_shared(model: Any, interface: ModelInterface) -> str:
                 return f"a pass that texts share gives other logits than lone ones (off by {deviation:.2g})"
             if _reads_padding(model):
                 return "what stands in front of a row as padding changes what its tokens see"
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # a model's own code may raise anything
         logger.debug("a shared pass failed", exc_info=True)
         return f"a pass that texts share fails ({in_a_line(error)})"
     return ""

@@ -27,7 +27,7 @@ SET_EACH_PASS = {
 
 def kwargs_after(model: Any, outputs: Any, kwargs: dict[str, Any], tokens: int = 1) -> dict[str, Any]:
     """Return the arguments of the next pass, over `tokens` tokens, as `generate` makes them."""
-    more = {} if tokens == 1 else {"num_new_tokens": tokens}  # some models' own do not know the name
+    more = {} if tokens == 1 else {"num_new_tokens": tokens}  # some models' own methods lack this argument
     after: dict[str, Any] = model._update_model_kwargs_for_generation(
         outputs, kwargs, is_encoder_decoder=model.config.is_encoder_decoder, **more
     )
@@ -89,15 +89,15 @@ class PassInputs:
         given.pop("logits_to_keep", None)
         given.pop("use_cache", None)
         self._take(given)
-        self._extras_by_rows = False  # some have a place for every row of a pass, so that they are made anew for each
-        self._growing: dict[str, int] = {}  # those that get a place with each token, and the axis of these
+        self._extras_by_rows = False  # whether extra inputs have an entry per row, and are made for each pass
+        self._growing: dict[str, int] = {}  # extra inputs that grow by an entry per token, and their axis
         self.length = past + uncached
         self._template: dict[str, Any] | None = None
         self._padded = np.empty(0, np.bool_)
         self._left_padding = 0
         self._slot_shift = 0  # position of a token minus its slot
         self._masks_padding = False
-        self._axes: torch.Tensor | None = None  # (…, 1) the same on every axis, where positions have several
+        self._axes: torch.Tensor | None = None  # (…, 1) position on every axis, if there are several
         if self._attention_mask is not None:
             row = self._attention_mask[0].cpu().numpy() == 0
             self._padded = row
@@ -134,7 +134,7 @@ class PassInputs:
         for name in TOKEN_TYPES:
             if isinstance(value := extras.get(name), torch.Tensor):
                 extras[name] = value[..., :stop]
-        if positions is not None:  # for all tokens, or for those that the cache does not hold
+        if positions is not None:  # of all tokens, or of those not in the cache
             extras[self._interface.positions_name] = positions[..., : positions.shape[-1] - unread]
         extras[self._interface.mask_name] = None if mask is None else mask[:, :slots]
         extras[self._interface.cache_name] = cache
@@ -167,7 +167,7 @@ class PassInputs:
         Some models keep the end of the text that they read last, so call this before another text is read.
         """
         kwargs = self._prepared(cache, past, 1)
-        positions = kwargs.get(self._interface.positions_name)  # models that take no positions count slots, padding too
+        positions = kwargs.get(self._interface.positions_name)  # without position ids, models count slots
         if positions is not None and positions.ndim == 2:
             self._slot_shift = int(positions[0, -1]) - past
         elif positions is not None:
@@ -233,7 +233,7 @@ class PassInputs:
     def _prepared(self, cache: Any, past: int, rows: int) -> dict[str, Any]:
         """Return what the model itself prepares for a pass over `rows` tokens after the cached ones."""
         extras = dict(self._extras)
-        for name, axis in self._growing.items():  # tokens after the prompt are all of the kind of its last one
+        for name, axis in self._growing.items():  # tokens after the prompt repeat its last entry
             given = extras[name]
             last = given.narrow(axis, given.shape[axis] - 1, 1)
             more = last.repeat_interleave(past + rows - self.length - 1, dim=axis)

@@ -147,8 +147,8 @@ class DerivedPositions:
         self._places = places
         self._thread = 0
         self._masks = any(place.kind == "mask" for place in places)
-        self._seen: torch.Tensor | None = None  # (rows, rows) bool: which row sees which in the pass
-        self._placed: dict[tuple[int, Kind], tuple[torch.Tensor, torch.Tensor]] = {}  # all layers get the same
+        self._seen: torch.Tensor | None = None  # (rows, rows) bool mask of the pass
+        self._placed: dict[tuple[int, Kind], tuple[torch.Tensor, torch.Tensor]] = {}  # shared by all layers
 
     @contextmanager
     def verifying(self, past: int, roots: int, tree: DraftTree, device: torch.device) -> Iterator[None]:
@@ -176,7 +176,7 @@ class DerivedPositions:
         ids = _ids_among(args, kwargs, out.shape[-2])
         if padding is None or ids is None or not bool((ids == padding).any()):
             return out.index_select(-2, depths)
-        # Positions after a padding token leave it out, unlike in single steps: replace such tokens.
+        # Positions skip padding tokens, unlike in single steps, so replace these tokens.
         ordinary = torch.full_like(ids, padding + 1)
         args = tuple(ordinary if value is ids else value for value in args)
         every = module.forward(*args, **{name: ordinary if value is ids else value for name, value in kwargs.items()})
@@ -229,5 +229,5 @@ class DerivedPositions:
         keys[self._past :] = self._past + depths
         last = given.shape[-1] - 1
         apart = last - (self._past + depths[:, None] - keys[None, :])
-        apart = apart.clamp(0, last)  # keys ahead of the row are masked
+        apart = apart.clamp(0, last)  # keys after the row are masked
         return given[..., -1, :][..., apart]

@@ -235,5 +235,5 @@ def _fresh_cache_mode(model: Any) -> tuple[Mode, str]:
         return "plain", "the model keeps its own kind of cache"
     try:
         return cache_mode(new_cache(model))
-    except Exception as error:  # a config that does not say what its layers keep
+    except Exception as error:  # the config does not tell what its layers keep
         return "plain", f"no cache can be made for it ({in_a_line(error)})"

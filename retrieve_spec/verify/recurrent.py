@@ -98,7 +98,7 @@ def replaceable(module: torch.nn.Module) -> dict[str, str]:
 def _forward_of(module: torch.nn.Module) -> Any:
     """The function that a module's forward is, where nothing of other packages is around it."""
     own = vars(module).get("forward")
-    is_ours = isinstance(getattr(own, "__self__", None), VerifyingMixer)  # that of another pass
+    is_ours = isinstance(getattr(own, "__self__", None), VerifyingMixer)  # of another pass
     if (own is not None and not is_ours) or any(hasattr(child, "_hf_hook") for child in module.modules()):
         return None
     raw = inspect.unwrap(type(module).forward)
@@ -107,7 +107,7 @@ def _forward_of(module: torch.nn.Module) -> Any:
 
 def _role(function: types.FunctionType) -> str:
     if inspect.getclosurevars(function).nonlocals.get("is_new_implementation"):
-        return ""  # a kernel of a package is faster than products of matrices
+        return ""  # the package's kernel is faster than matrix products
     taken = inspect.signature(function).parameters.keys()
     return next((role for role, needed in _ARGUMENTS.items() if needed <= taken), "")
 
@@ -136,8 +136,8 @@ class RowMixer(VerifyingMixer):
     def forget(self) -> None:
         """Release what the last pass computed."""
         self.layer: Any = None
-        self._conv: Any = None  # the rows of the last pass over a draft as its convolution saw them: `ConvRows`
-        self._rows: Any = None  # and as its recurrence saw them: `SsdRows` or `DeltaRows`
+        self._conv: Any = None  # convolution inputs of the last pass over a draft: `ConvRows`
+        self._rows: Any = None  # recurrence inputs of that pass: `SsdRows` or `DeltaRows`
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the mixer's forward on a copy of its function."""

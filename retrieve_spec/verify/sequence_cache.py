@@ -67,7 +67,7 @@ class SequenceCache:
         self.state = state
         self.replace(given)
         self._recorded_before = recording(self.decoder) if self.decoder is not None else []
-        self._is_asked = self._records = any(self._recorded_before)  # layers were asked to, and some do
+        self._is_asked = self._records = any(self._recorded_before)  # whether any layer recorded before
 
     def replace(self, whole: Any) -> None:
         """Use another cache from now on."""

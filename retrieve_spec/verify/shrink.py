@@ -74,7 +74,7 @@ def float32_copy(model: Any) -> Any:
     """The first layers of a model in float32, or a small copy with random weights; None where neither can be made."""
     try:
         return first_layers(model)
-    except Exception:  # whatever a config does not take, or weights that cannot be cast
+    except Exception:  # a config may refuse values, or weights cannot be cast
         logger.debug("a small copy stands for its first layers", exc_info=True)
         return shrunk(model, lengths_of(model.config))
 
@@ -91,7 +91,7 @@ def shrunk(model: Any, longer: Collection[str] = ()) -> Any:
             small = type(model)._from_config(config, dtype=torch.float32, attn_implementation=attention_of(model))
             randomise(small)
         return small.to(input_device(model)).eval()
-    except Exception:  # whatever a config does not take
+    except Exception:  # a config may refuse values
         logger.debug("no small copy can be made", exc_info=True)
         return None
 
@@ -164,7 +164,7 @@ def _shrink_layers(text: Any, differing: dict[int, dict[str, Any]]) -> dict[int,
     for i, kind in enumerate(kinds):
         if sum(kinds[j] == kind for j in kept) < 2:
             kept.append(i)
-    if count - 1 not in kept:  # some configs prescribe the kind of the last layer
+    if count - 1 not in kept:  # some configs determine the kind of the last layer
         kept[[j for j, i in enumerate(kept) if kinds[i] == kinds[-1]][-1]] = count - 1
         kept.sort()
     keep_layers(text, kept)
@@ -262,7 +262,7 @@ def randomise(model: Any) -> None:
             if parameter.ndim >= 2 and parameter.is_floating_point():
                 parameter.normal_(0.0, parameter[0].numel() ** -0.5)
             elif parameter.numel() == 1 and not bool(parameter.any()):
-                parameter.fill_(0.5)  # a gate that lets nothing through yet
+                parameter.fill_(0.5)  # opens gates that are initialised to 0
         embeddings: Any = model.get_input_embeddings()
         parts: list[Any] = list(embeddings) if isinstance(embeddings, nn.ModuleList) else [embeddings]
         for part in parts:

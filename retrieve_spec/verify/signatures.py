@@ -91,7 +91,7 @@ class SignatureModes:
         try:
             with torch.no_grad(), keeping_texts(model):
                 found = self.known[signature] = self._strongest(names, at_most, model, steps, verifier)
-        except Exception as error:  # too little memory, or too few positions: not the drafts' fault
+        except Exception as error:  # out of memory, or of positions: drafts are not the cause
             logger.debug("single steps after %s fail", names, exc_info=True)
             return "plain", f"what {names} changes cannot be seen ({type(error).__name__})"
         seconds = perf_counter() - began
@@ -117,11 +117,11 @@ class SignatureModes:
                 got = by_passes(verifier(tried), drafts)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # whatever a model's own code raises
+            except Exception as error:  # a model's own code may raise anything
                 logger.debug("a %s pass after %s fails", tried, names, exc_info=True)
                 reason = f"after {names}, a {tried} pass fails ({type(error).__name__})"
                 continue
-            assert self.rounding is not None  # a model that is not drafted for is not examined
+            assert self.rounding is not None  # models without drafts are not examined
             deviation = self.rounding.compare(got, wanted)
             if deviation.is_rounding:
                 return tried, reason

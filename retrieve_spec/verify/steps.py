@@ -41,7 +41,7 @@ class Captured:
     stopping_criteria: Any
     generation_config: Any
     model_kwargs: dict[str, Any]
-    added: int = 0  # positions of the prompt that have no token of the text
+    added: int = 0  # positions of the prompt without a token of the text
 
     def take(self) -> dict[str, Any]:
         """Return the forward's keyword arguments with a copy of the cache."""
@@ -158,7 +158,7 @@ def _separate(model_kwargs: dict[str, Any]) -> dict[str, Any]:
 def vocabulary(model: Any) -> int:
     """Number of tokens that a model embeds and can generate."""
     config = model.config.get_text_config(decoder=True)
-    embedded = getattr(model.get_input_embeddings(), "num_embeddings", 1 << 30)  # encoders may have a vocabulary apart
+    embedded = getattr(model.get_input_embeddings(), "num_embeddings", 1 << 30)  # encoders may have another vocabulary
     return min(int(getattr(config, "vocab_size", embedded)), embedded)
 
 
@@ -233,7 +233,7 @@ class StepVerifier:
         first = self._steps.unread
         for module, name, value in self._held:
             if getattr(module, name, None) is not value:
-                setattr(module, name, value)  # another text was read in between
+                setattr(module, name, value)  # another text was processed in between
         logits = self._steps.feed_at_once([] if first else root_ids.tolist(), keep)
         held = held_by(self.model) if first else self._held
         self._held = [(module, name, getattr(module, name, None)) for module, name, _ in held]
@@ -265,7 +265,7 @@ def keeping_texts(model: nn.Module) -> Iterator[None]:
             keeps = any(module._buffers[name] is not buffer for name, buffer in buffers.items())
             if not keeps and not any(isinstance(value, torch.Tensor) for _, *values in changes for value in values):
                 continue
-            module._buffers.update(buffers)  # dynamic rotary frequencies are replaced by those of another length
+            module._buffers.update(buffers)  # dynamic rotary frequencies depend on the length
             for name, was, _ in changes:  # such as a table and its length, which belong together
                 if was is _MISSING:
                     delattr(module, name)

@@ -120,7 +120,7 @@ def _shared_criterion(criterion: Any, ranks: Ranks) -> Callable[..., torch.Tenso
             return np.array([bool(torch.as_tensor(criterion(input_ids, scores, **kwargs)).all())], np.int64)
 
         if not ranks.decides:
-            with contextlib.suppress(Exception):  # the first rank's counts, and its exceptions
+            with contextlib.suppress(Exception):  # only the first rank's results and exceptions count
                 decide()
         return torch.tensor(bool(ranks.broadcast(decide, 1)[0]))
 

@@ -131,7 +131,7 @@ def problem_of(
                 deviation = text.rounding.compare(got, text.reference.rows)
                 if not deviation.is_rounding:
                     return deviation.excess, f"a {mode} pass gives other logits than single steps ({deviation})"
-    except Exception as error:  # whatever a model's own code raises: plain decoding still works
+    except Exception as error:  # a model's own code may raise anything; plain decoding still works
         logger.debug("probing %s failed", mode, exc_info=True)
         return math.inf, f"a {mode} pass fails ({in_a_line(error)})"
     return None

@@ -76,7 +76,7 @@ def candidates(model: Any, interface: ModelInterface) -> Iterator[ModelInterface
         return
     try:
         mixers = find_mixers(model, interface.cache_name, sample_tokens(model, 4))
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # a model's own code may raise anything
         mixers = f"its forward fails ({in_a_line(error)})"
     if isinstance(mixers, str):
         yield mixers
@@ -102,7 +102,7 @@ def _find_places(model: Any, interface: ModelInterface) -> list[tuple[Place, ...
             past = read_prompt(model, verifier, ids)
             with noting_places(model, past, 5) as places:
                 verifier.forward(np.array([root], np.int32), DraftTree.from_paths([chain]))
-    except Exception:  # whatever a model's own code raises: chains will tell
+    except Exception:  # a model's own code may raise anything; chains are tried later
         logger.debug("no chain passes", exc_info=True)
         return []
     finally:
