@@ -202,7 +202,7 @@ def _in_one_file(path: Path) -> Iterator[Path]:
         yield path
         return
     with contextlib.ExitStack() as kept:
-        with _writing_to_cache(sum(part.stat().st_size for part in parts)):
+        with writing_to_cache(sum(part.stat().st_size for part in parts)):
             folder = kept.enter_context(_new_folder(cache_dir() / "models"))
             _join(readers, folder / path.name)
         yield folder / path.name
@@ -313,13 +313,13 @@ def unpack(path: Path, folder: Path) -> Path:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    with _writing_to_cache(4 * model.num_parameters()):
+    with writing_to_cache(4 * model.num_parameters()):
         make_folder(folder, save)
     return folder
 
 
 @contextlib.contextmanager
-def _writing_to_cache(size: int) -> Iterator[None]:
+def writing_to_cache(size: int) -> Iterator[None]:
     """Raise ConfigError if the block, which writes that many bytes to the cache, cannot write."""
     from safetensors import SafetensorError
 

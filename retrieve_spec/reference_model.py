@@ -23,7 +23,15 @@ from retrieve_spec.errors import (
     nearest,
     require,
 )
-from retrieve_spec.model_files import PACKAGED, gguf_folder, gguf_key, make_folder, read_gguf, with_all_weights
+from retrieve_spec.model_files import (
+    PACKAGED,
+    gguf_folder,
+    gguf_key,
+    make_folder,
+    read_gguf,
+    with_all_weights,
+    writing_to_cache,
+)
 from retrieve_spec.openmp import survive_forks
 
 if TYPE_CHECKING:
@@ -65,7 +73,9 @@ def load_model(
         `"auto"` (the first GPU, else the CPU) or a torch device string.
     quantize
         `"int8"` or `"int4"` packs the weights (`retrieve_spec.quantized`), once: the folder is kept in the cache, for
-        CPUs and CUDA GPUs. Activations are bfloat16 then. None leaves weights as they are.
+        CPUs and CUDA GPUs. Activations are bfloat16 then. `"int4"` also packs checkpoints of AWQ, GPTQ and
+        compressed-tensors with 4 bits, whose values stay (`retrieve_spec.quantized_checkpoints`). None leaves weights
+        as they are.
 
     Raises
     ------
@@ -110,18 +120,32 @@ def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], q
     """A model with packed weights, from the cache where it was made before."""
     from retrieve_spec.quantized import WeightOnlyConfig
 
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError("weights that are not quantised", source, "Load it without quantize.")
     place = Path(source)
     files = [(path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in place.glob("*.*")]
     of = str(place.resolve()) if place.is_dir() else source, getattr(config, "_commit_hash", None), sorted(files)
     folder = _packed_folder(quantize, *of)
     if folder.exists():
         return with_all_weights(folder, source, local_files_only=True)
+    if getattr(config, "quantization_config", None) is not None:
+        _convert(place, config, folder, quantize)
+        return with_all_weights(folder, source, local_files_only=True)
     wanted = WeightOnlyConfig(QUANTISED[quantize])
     model = with_all_weights(source, source, config=config, quantization_config=wanted, **options)
     _keep(model, folder, model.save_pretrained)
     return model
+
+
+def _convert(place: Path, config: PretrainedConfig, folder: Path, quantize: str) -> None:
+    """Convert a quantised checkpoint, a folder or a hub id, to a folder with packed weights."""
+    from huggingface_hub import snapshot_download
+
+    from retrieve_spec.quantized_checkpoints import convert
+
+    if quantize != "int4":
+        raise UnsupportedModelError("weights that are not quantised, or quantize='int4'", quantize, "Give 'int4'.")
+    local = place if place.is_dir() else Path(snapshot_download(str(place), allow_patterns=["*.json", "*.safetensors"]))
+    with writing_to_cache(sum(path.stat().st_size for path in local.glob("*.safetensors"))):
+        make_folder(folder, lambda made: convert(local, config, made))
 
 
 def _packed_gguf(file: Path, quantize: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -207,6 +231,9 @@ def _explained(name: str) -> Iterator[None]:
     except (OSError, KeyError) as error:
         got = in_a_line(error).rstrip(".")
         raise ModelNotFoundError(f"to load model and tokenizer {name!r}", got, HUB_REMEDY) from error
+    except ImportError as error:
+        remedy = "Install it, or give quantize='int4' for AWQ, GPTQ and compressed-tensors of 4 bits."
+        raise UnsupportedModelError(f"the package that reads {name!r}", in_a_line(error), remedy) from error
     except (ValueError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
         raise UnsupportedModelError(
             f"to load {name!r} as a causal language model", in_a_line(error), "Give another checkpoint."

@@ -13,6 +13,7 @@ ORDER = [
     {"model_files"},
     {"kernels"},
     {"quantized"},
+    {"quantized_checkpoints"},
     {"reference_model"},
     {"datastore"},
     {"sources"},
