@@ -77,6 +77,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(SLOW * limit))
 
 
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what libraries and tests made when they were imported."""
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Processes of `pytest -n auto`: one for each processor and each 3 GB of memory, eight at most."""

@@ -105,3 +105,5 @@ def test_a_server_answers_while_it_imports(processes):
     server = processes()
     wait_for(lambda: server.health() is not None)
     assert server.health().json()["loading"]["stage"] == "importing libraries"
+    server.stop(signal.SIGTERM)
+    assert server.child.returncode in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
