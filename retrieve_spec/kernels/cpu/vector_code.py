@@ -6,6 +6,7 @@ row's results are bitwise independent of the other rows, since its sums have a f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -54,8 +55,8 @@ LEAST_TILE = 4
 """Number of rows of unpacked weights that can be multiplied by any number of rows."""
 FORMATS = {types.float32: Numbers(FLOAT, 4), types.uint16: Numbers(SHORT, 2), types.int16: Numbers(HALF, 2)}
 """Formats by Numba's type of a number (`retrieve_spec.kernels.cpu.number_formats`)."""
-_AHEAD = 256
-"""Number of prefetched bytes of a key."""
+_AHEAD = 16
+"""Prefetch distance in keys or values."""
 
 
 def block_product(unit: VectorUnit) -> Any:
@@ -149,7 +150,7 @@ def score_block(unit: VectorUnit) -> Any:
     the stride of keys in bytes; the address of the block's rows, (chunks, rows, `query_bytes` of a chunk); the number
     of 64-byte chunks per key; the address of the first row's results, and the stride of results in bytes.
     """
-    lanes = unit.lanes
+    lanes, sums = unit.lanes, unit.score_sums
 
     @intrinsic
     def product(
@@ -161,18 +162,19 @@ def score_block(unit: VectorUnit) -> Any:
         """Numbers of a row per word of a key."""
 
         def add(builder: Any, keys: Any, row_bytes: Any, x: Any, totals: list[Any]) -> list[Any]:
-            """Add a square of words of keys to the totals of each row."""
+            """Add a square of words of keys to the sums of each row."""
             words = []
             for key in range(lanes):
                 address = place(builder, keys, key, row_bytes)
-                prefetch(builder, builder.add(address, LONG(_AHEAD)))
+                prefetch(builder, place(builder, address, _AHEAD, row_bytes))
                 words.append(load(builder, address, 0, vector(WORD, lanes)))
             for i, word in enumerate(transposed(builder, words)):
                 for j, term in enumerate([word] if pairs else numbers.in_words(builder, word)):
-                    for row in range(len(totals)):
-                        at = builder.add(x, LONG(64 * terms * row))
-                        given = unit.word(builder, at, terms * i + j, WORD if pairs else FLOAT)
-                        totals[row] = (pairs or _add_product)(builder, totals[row], term, given)
+                    at = terms * i + j
+                    for row, first in enumerate(range(0, len(totals), sums)):
+                        row_at = builder.add(x, LONG(64 * terms * row))
+                        given, mine = unit.word(builder, row_at, at, WORD if pairs else FLOAT), first + at % sums
+                        totals[mine] = (pairs or _add_product)(builder, totals[mine], term, given)
             return totals
 
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -189,8 +191,10 @@ def score_block(unit: VectorUnit) -> Any:
                         totals = add(builder, builder.add(here, LONG(4 * first)), row_bytes, part, list(totals))
                     return totals
 
-                for row, total in enumerate(loop(builder, chunks, [zeros(lanes)] * count, add_chunk)):
-                    store(builder, total, place(builder, out, row, stride), 4)
+                totals = loop(builder, chunks, [zeros(lanes)] * (count * sums), add_chunk)
+                for row in range(count):
+                    score = functools.reduce(builder.fadd, totals[sums * row : sums * (row + 1)])
+                    store(builder, score, place(builder, out, row, stride), 4)
 
             switch(builder, rows, {count: partial(code, count) for count in unit.attention_blocks})
             return context.get_dummy_value()
@@ -311,6 +315,7 @@ def mix_block(unit: VectorUnit) -> Any:
 
                 def add(index: Any, totals: list[Any], hidden: bool = False) -> list[Any]:
                     address = builder.add(values, builder.mul(row_bytes, index))
+                    prefetch(builder, place(builder, address, _AHEAD, row_bytes))
                     value, at = FORMATS[like].load(builder, address, LANES), builder.mul(index, LONG(4))
                     mine = [
                         splat(builder, load(builder, builder.add(start, at), 0, FLOAT, 4), LANES) for start in starts

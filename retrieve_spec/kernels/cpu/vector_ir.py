@@ -123,14 +123,28 @@ def exchanged(builder: Any, a: Any, b: Any, apart: int) -> tuple[Any, Any]:
     return tuple(builder.shuffle_vector(a, b, lanes_of(picked)) for picked in (first, second))
 
 
+def interleaved(builder: Any, a: Any, b: Any) -> tuple[Any, Any]:
+    """Interleave the first two, and the last two, of every four lanes of two vectors."""
+    count = a.type.count
+    first = [four + lane // 2 + (lane & 1) * count for four in range(0, count, 4) for lane in range(4)]
+    return tuple(builder.shuffle_vector(a, b, lanes_of([lane + more for lane in first])) for more in (0, 2))
+
+
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Transpose a square of vectors, by exchanging halves, quarters, and so on."""
-    apart = 1
-    while apart < len(rows):
-        for i in (i for i in range(len(rows)) if not i & apart):
-            rows[i], rows[i + apart] = exchanged(builder, rows[i], rows[i + apart], apart)
+    """Transpose a square of vectors.
+
+    First squares of four lanes, in two steps that are an instruction each on x86 and Arm, then larger blocks.
+    """
+    columns: list[Any] = []
+    for i in range(0, len(rows), 4):
+        pairs = zip(interleaved(builder, *rows[i : i + 2]), interleaved(builder, *rows[i + 2 : i + 4]), strict=True)
+        columns += [column for pair in pairs for column in exchanged(builder, *pair, 2)]
+    apart = 4
+    while apart < len(columns):
+        for i in (i for i in range(len(columns)) if not i & apart):
+            columns[i], columns[i + apart] = exchanged(builder, columns[i], columns[i + apart], apart)
         apart *= 2
-    return rows
+    return columns
 
 
 def lane_sums(builder: Any, vectors: list[Any]) -> Any:
