@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -150,8 +151,13 @@ def read_text(place: Path) -> str:
 @SYSTEM
 @generation_options(max_new_tokens=1024)
 @click.option("--stats", is_flag=True, help="Print a line of figures after each answer.")
+@click.option(
+    "--learn-idle",
+    is_flag=True,
+    help="While you type, ask the model what follows each token; drafts become better.",
+)
 @LOADING
-def chat(model: str, stats: bool, **options: Any) -> None:
+def chat(model: str, stats: bool, learn_idle: bool, **options: Any) -> None:
     """Talk with a chat model; answers stream to standard output, everything else goes to standard error.
 
     Drafts come from the whole conversation and from earlier ones. When reading from a pipe, each line is a message.
@@ -161,24 +167,36 @@ def chat(model: str, stats: bool, **options: Any) -> None:
     config = config_of(options, session=options["session"] or True)
 
     import retrieve_spec as rs
+    from retrieve_spec.engine.first_passes import learn_bigrams
 
     lm, tokenizer, datastores = load(model, options)
     encode(tokenizer, messages_of("?", options["system"]))  # raises now if the model has no chat template
 
+    has_message = Event()
+
     def accelerate() -> None:
         with compiling_shown():
             rs.accelerate(lm, tokenizer=tokenizer, datastores=datastores, config=config)
+        learn()
+
+    def learn() -> None:
+        if learn_idle:
+            learn_bigrams(lm.speculation, lambda: not has_message.is_set())
 
     watched = sys.stdin.isatty() and sys.stdout.isatty()
     if watched:
         import readline  # noqa: F401  # enables line editing and history
 
         click.echo(f"{model}, {lm.num_parameters() / 1e6:,.0f} M parameters. /help lists commands.", err=True)
-    with ThreadPoolExecutor(1) as pool:
-        accelerated = pool.submit(accelerate)  # while the first question is typed
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as ending:
+        ending.callback(has_message.set)  # ends learning
+        ready = pool.submit(accelerate)  # while the first question is typed
         conversation = Conversation(lm, tokenizer, options)
         for line in _lines(watched):
-            _turn(conversation, line, accelerated, stats, watched)
+            has_message.set()
+            _turn(conversation, line, ready, stats, watched)
+            has_message.clear()
+            ready = pool.submit(learn)
 
 
 def _lines(watched: bool) -> Iterator[str]:

@@ -207,6 +207,11 @@ _SERVING = as_record(
         type=click.Choice(TOOL_FORMATS),
         help="How the model writes tool calls (recognised by its chat template).",
     ),
+    click.option(
+        "--learn-idle",
+        is_flag=True,
+        help="Between requests, ask the model what follows each token; drafts become better.",
+    ),
 )
 
 

@@ -312,6 +312,8 @@ class ServeConfig:
         Names besides this machine's own under which a server without keys may be called.
     path_prefix
         A path under which a proxy passes requests on, as `/llm`; it may be there or not.
+    learn_idle
+        Whether to learn the model's bigrams between requests (`engine.first_passes.learn_bigrams`).
     """
 
     host: str = "127.0.0.1"
@@ -337,6 +339,7 @@ class ServeConfig:
     origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     path_prefix: str = ""
+    learn_idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)

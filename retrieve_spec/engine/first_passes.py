@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -78,9 +79,10 @@ def _time_passes(speculation: Speculation, context: int, positions: int) -> dict
 
 ASKED_SECONDS, ASKED_AGAIN_SECONDS = 1.0, 0.2
 """How long a model is asked when it is accelerated first, and each time after, until all its tokens are known."""
-_FIRST_NODES, _MOST_NODES, _SHORT = 8, PASS.tree_rows - 1, 0.125
-"""Tokens that a CPU is asked for in the first pass; the next ones have four times as many while they take less than so
-many seconds."""
+_FIRST_NODES, _MOST_NODES = 8, PASS.tree_rows - 1
+"""Tokens in the first pass on a CPU, four times as many in the next while passes are short, and most tokens."""
+_LONGEST, _LONGEST_IDLE = 0.5, 0.125
+"""Approximate limit of such a pass in seconds: while a model is accelerated, and while a request may come."""
 _NEVER_KEPT = 0.1
 """Seconds of asking that are not worth a file."""
 
@@ -97,16 +99,41 @@ def read_bigrams(speculation: Speculation) -> Bigrams:
     Bigrams
         With those that were kept before.
     """
-    path = cache_dir() / "bigrams" / f"{model_fingerprint(speculation.model).partition(':')[2]}.npy"
-    entries, began = _kept(path, speculation.interface.vocabulary), perf_counter()
-    seconds = ASKED_AGAIN_SECONDS if (entries[:, 0] >= 0).any() else ASKED_SECONDS
-    if max(speculation.kept.seconds.values(), default=0.0) < seconds:
-        _fill(entries, speculation, _line_end(speculation.tokenizer), seconds)
+    bigrams, began = Bigrams(_kept(_path(speculation), speculation.interface.vocabulary)), perf_counter()
+    end = began + (ASKED_AGAIN_SECONDS if len(bigrams.known) else ASKED_SECONDS)
+    if max(speculation.kept.seconds.values(), default=0.0) < end - began:
+        _ask(bigrams, speculation, lambda: perf_counter() < end, _LONGEST)
     if perf_counter() - began > _NEVER_KEPT:
-        with contextlib.suppress(OSError):  # already logged
-            path.parent.mkdir(parents=True, exist_ok=True)
-        put_array(path, entries, "bigrams")
-    return Bigrams(entries)
+        _keep(bigrams, speculation)
+    return bigrams
+
+
+def learn_bigrams(speculation: Speculation, goes_on: Callable[[], bool]) -> None:
+    """Ask an accelerated model for the bigrams of all unknown tokens while it is idle, and keep them.
+
+    Running texts draft from them at once. They are kept like those of `read_bigrams`.
+
+    Parameters
+    ----------
+    goes_on
+        Called before every pass; learning stops when it returns false.
+    """
+    bigrams = speculation.drafters.bigrams
+    if bigrams is not None and len(bigrams.missing) and goes_on():
+        _ask(bigrams, speculation, goes_on, _LONGEST_IDLE)
+        _keep(bigrams, speculation)
+
+
+def _path(speculation: Speculation) -> Path:
+    """Return the file of a model's bigrams."""
+    return cache_dir() / "bigrams" / f"{model_fingerprint(speculation.model).partition(':')[2]}.npy"
+
+
+def _keep(bigrams: Bigrams, speculation: Speculation) -> None:
+    path = _path(speculation)
+    with contextlib.suppress(OSError):  # logged by `put_array`
+        path.parent.mkdir(parents=True, exist_ok=True)
+    put_array(path, bigrams.entries, "bigrams")
 
 
 def _line_end(tokenizer: Any) -> list[int]:
@@ -127,21 +154,20 @@ def _kept(path: Path, vocabulary: int) -> NDArray[np.int32]:
 
 
 @torch.no_grad()
-def _fill(entries: NDArray[np.int32], speculation: Speculation, line_end: list[int], seconds: float) -> None:
-    """Fill in unknown tokens, read side by side after two line ends, for at most `seconds`."""
-    device, missing, k = input_device(speculation.model), np.flatnonzero(entries[:, 0] < 0), entries.shape[1] // 2
-    nodes, end = _MOST_NODES if device.type == "cuda" else _FIRST_NODES, perf_counter() + seconds
-    verifier = speculation.verifiers()[0]
-    while len(missing) and line_end and perf_counter() < end:
-        tokens, began = missing[:nodes].astype(np.int32), perf_counter()
+def _ask(bigrams: Bigrams, speculation: Speculation, goes_on: Callable[[], bool], longest: float) -> None:
+    """Ask for unknown tokens, siblings after two line ends, in passes of approximately `longest` seconds at most."""
+    line_end = _line_end(speculation.tokenizer)
+    device, missing, k = input_device(speculation.model), bigrams.missing, bigrams.entries.shape[1] // 2
+    nodes, verifier = _MOST_NODES if device.type == "cuda" else _FIRST_NODES, speculation.verifiers()[0]
+    while len(missing) and line_end and goes_on():
+        tokens, began = missing[:nodes], perf_counter()
         speculation.read(verifier, torch.tensor([line_end], device=device))
         if verifier.mode != "tree":  # a prompt can change the mode
             break
         siblings = DraftTree.from_paths([[token] for token in tokens.tolist()])
         best = verifier.forward(np.array(line_end, np.int32), siblings).logits[1:].float().topk(k)
-        entries[tokens, :k] = best.indices.cpu().numpy()
-        entries[tokens, k:] = best.values.cpu().numpy().view(np.int32)
+        bigrams.learn(tokens, best.indices.cpu().numpy().astype(np.int32), best.values.cpu().numpy())
         verifier.finish()
         missing = missing[nodes:]
-        if perf_counter() - began < _SHORT:
+        if perf_counter() - began < longest / 4:
             nodes = min(4 * nodes, _MOST_NODES)

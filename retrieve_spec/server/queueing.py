@@ -55,7 +55,15 @@ class RequestQueue:
         Called with every finished task and its completion, in the queue's thread.
     clock
         Seconds, monotonic; a simulation gives its own.
+
+    Attributes
+    ----------
+    on_idle
+        Called in the queue's thread when there is no work, with a function that tells whether there is still none;
+        requests wait until it returns.
     """
+
+    on_idle: Callable[[Callable[[], bool]], None] | None = None
 
     def __init__(
         self,
@@ -238,8 +246,9 @@ class RequestQueue:
     def _work(self) -> None:
         try:
             while True:
+                self._spend_idle_time()
                 with self._changed:
-                    while not (self._jobs or self._closed or self._chores):
+                    while self._is_idle():
                         self._changed.wait()
                     if self._closed and not (self._jobs or self._chores):
                         return
@@ -256,6 +265,19 @@ class RequestQueue:
             for _, done in chores:
                 done.set_exception(ended)
             self._fail_all(ended)
+
+    def _is_idle(self) -> bool:
+        return not (self._jobs or self._closed or self._chores)
+
+    def _spend_idle_time(self) -> None:
+        """Call `on_idle` if there is no work; after an error, do not call it again."""
+        if self.on_idle is None or not self._is_idle():
+            return
+        try:
+            self.on_idle(self._is_idle)
+        except Exception:
+            log.exception("learning between requests failed, and is disabled")
+            self.on_idle = None
 
     def go_on(self) -> bool:
         """Run waiting functions and one pass; return whether there is more to do. Called in the model's thread only."""

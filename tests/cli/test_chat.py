@@ -12,6 +12,8 @@ import pytest
 from waiting import HANG_S
 
 from retrieve_spec import cli
+from retrieve_spec.engine import first_passes
+from retrieve_spec.engine.first_passes import learn_bigrams
 from retrieve_spec.reference_model import load_model, reference_path
 
 TEMPLATE = """\
@@ -55,6 +57,19 @@ def test_lines_of_a_pipe_are_turns(chatty: str, system: str | None, monkeypatch:
     told = [] if system is None else [{"role": "system", "content": system}]
     assert code == 0 and out == "".join(text + "\n" for text in answers(chatty, TURNS, told))
     assert err.count("tokens per pass") == 3
+
+
+def test_what_is_learned_between_messages_changes_no_text(chatty: str, monkeypatch: Any, capsys: Any) -> None:
+    learned: list[int] = []
+
+    def learn(speculation: Any, goes_on: Any) -> None:
+        learned.append(len(speculation.drafters.bigrams.known))
+        learn_bigrams(speculation, goes_on)
+
+    monkeypatch.setattr(first_passes, "learn_bigrams", learn)
+    code, out, _ = run(["--model", chatty, "--learn-idle"], TURNS, monkeypatch, capsys)
+    assert code == 0 and out == "".join(text + "\n" for text in answers(chatty, TURNS, []))
+    assert len(learned) == 1 + len(TURNS)
 
 
 def test_commands(chatty: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -1,6 +1,7 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 from scripted import Collector, ScriptedBackend
@@ -270,3 +271,27 @@ def test_a_prompt_that_another_is_reading_is_read_once(engine, held):
     held.gate.release(1000)
     assert [sink.result().cached_tokens for sink in sinks] == [0, 99, 99]
     assert sum(held.prefilled) < 100
+
+
+def test_idle_moments_are_used_until_a_request_comes(backend, codec):
+    idle, failed = [], threading.Event()
+
+    def on_idle(is_idle):
+        if len(idle) == 3:
+            failed.set()
+            raise ValueError("a pass failed")
+        idle.append(backend.passes)
+        wait_for(lambda: not is_idle())
+
+    with closing(RequestQueue(backend, codec)) as engine:
+        engine.on_idle = on_idle
+        engine.start()
+        wait_for(lambda: len(idle) == 1)
+        assert ask(engine, [600]).result().token_ids == list(range(601, 609))
+        wait_for(lambda: len(idle) == 2)
+        assert engine.run_when_idle(lambda: 5).result() == 5
+        wait_for(lambda: len(idle) == 3)
+        assert ask(engine, [700]).result().token_ids == list(range(701, 709))
+        wait_for(failed.is_set)
+        assert ask(engine, [800]).result().token_ids == list(range(801, 809))
+    assert idle[0] == 0 < idle[1] == idle[2]

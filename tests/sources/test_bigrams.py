@@ -11,6 +11,7 @@ import retrieve_spec as rs
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.engine import first_passes
+from retrieve_spec.engine.first_passes import learn_bigrams
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.recycling import Bigrams
 
@@ -63,6 +64,28 @@ def test_entries_are_what_the_model_says(reference_model, reference_tokenizer, c
     logits = found.entries[tokens.numpy(), 8:].view(np.float32)
     np.testing.assert_allclose(logits, best.values.numpy(), atol=1e-3)
     assert (found.entries[tokens.numpy(), 0] == best.indices[:, 0].numpy()).mean() > 0.98  # but near ties
+
+
+def test_idle_moments_are_used_until_all_tokens_are_known(small, reference_tokenizer, cache, monkeypatch):
+    monkeypatch.setattr(first_passes, "ASKED_SECONDS", 0.0)
+    monkeypatch.setattr(first_passes, "ASKED_AGAIN_SECONDS", 0.0)
+    rs.accelerate(small, tokenizer=reference_tokenizer)
+    drafter = MixtureDrafter(bigrams=small.speculation.drafters.bigrams)
+    assert not len(known(small))
+    passes = iter([True, True, False])
+    learn_bigrams(small.speculation, lambda: next(passes))  # once to begin, once for a pass
+    few = known(small)
+    assert 0 < len(few) < 8192
+    drafter.start(few[:1])
+    assert len(drafter.propose(Budget(2, 1))) == 2  # from what was learned after it was made
+    rs.accelerate(small, tokenizer=reference_tokenizer)
+    assert (known(small) == few).all()  # kept
+    learn_bigrams(small.speculation, lambda: True)
+    assert len(known(small)) == 8192
+    once = small.speculation.drafters.bigrams.entries.copy()
+    rs.accelerate(small, tokenizer=reference_tokenizer)
+    assert (small.speculation.drafters.bigrams.entries == once).all()
+    learn_bigrams(small.speculation, lambda: pytest.fail("asked for nothing"))
 
 
 @pytest.mark.parametrize(
