@@ -8,11 +8,14 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PIP_ARGS ?=
 BIN := $(VENV)/bin
-# Suites of their own: processes that are killed at any moment, every model family, kernels without their compiler, and
-# those that want as many threads as a program of its own has (a hang with two is not seen with one).
+# Suites of their own: processes that are killed at any moment, every model family, kernels without their compiler, those
+# that want as many threads as a program of its own has (a hang with two is not seen with one), and kernels for GPUs in
+# Triton's interpreter and compiler (only a change of kernels/triton_* or of how passes are packed for them is seen there;
+# what calls them is tested with stand-ins on a pretended GPU).
 KILL_TESTS = $(wildcard tests/*/test_*kill*.py tests/*/test_*interrupt*.py)
 CENSUS_TESTS = tests/conformance tests/hammer
 REAL_TESTS = tests/real
+TRITON_TESTS = $(wildcard tests/recorded/test_triton_*.py)
 KERNEL_TESTS = $(shell grep -lP "^from retrieve_spec\.kernels(\.| import )(?!triton|compiled_code)|^import naive_|^from naive_" -r tests --include="test_*.py" --exclude-dir=real --exclude-dir=recorded)
 CPU_TESTS = tests/kernels/test_row_programs.py tests/kernels/test_layer_rows_kernels.py tests/recorded/test_row_segments.py
 AVX2 = +sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt
@@ -22,7 +25,7 @@ BESIDE = -n auto --dist worksteal
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-threads test-kills test-census test-nojit test-cpus test-arm test-real test-fast hammer test-lowest test-trl test-lm-eval test-vllm test-sglang test-llama-cpp test-agents lint fmt docs site serve setup setup-serve setup-test clean
+.PHONY: help demo test test-all test-threads test-kills test-census test-triton test-nojit test-cpus test-arm test-real test-fast hammer test-lowest test-trl test-lm-eval test-vllm test-sglang test-llama-cpp test-agents lint fmt docs site serve setup setup-serve setup-test clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -34,10 +37,10 @@ demo: setup
 
 ## make test        the tests, several at a time, without the suites below
 test: setup-test
-	$(BIN)/python -m pytest $(BESIDE) -m "not threads" $(KILL_TESTS:%=--ignore=%) $(CENSUS_TESTS:%=--ignore=%) $(REAL_TESTS:%=--ignore=%) $(ARGS)
+	$(BIN)/python -m pytest $(BESIDE) -m "not threads" $(KILL_TESTS:%=--ignore=%) $(CENSUS_TESTS:%=--ignore=%) $(REAL_TESTS:%=--ignore=%) $(TRITON_TESTS:%=--ignore=%) $(ARGS)
 
 ## make test-all    the tests and every suite that needs no other environment, as CI runs them
-test-all: test test-threads test-kills test-census test-nojit test-cpus test-real
+test-all: test test-threads test-kills test-census test-triton test-nojit test-cpus test-real
 
 ## make test-threads tests that want as many threads as the machine has, one at a time
 test-threads: setup-test
@@ -50,6 +53,10 @@ test-kills: setup-test
 ## make test-census model families against plain `generate`, a third of them each day (TESTS_PART=all: all), and a short part of the hammer
 test-census: setup-test
 	$(BIN)/python -m pytest -q $(BESIDE) -m "not threads" $(CENSUS_TESTS) $(ARGS)
+
+## make test-triton kernels for GPUs, interpreted and compiled without one
+test-triton: setup-test
+	$(BIN)/python -m pytest -q -rs $(BESIDE) $(TRITON_TESTS) $(ARGS)
 
 ## make test-nojit  the kernels' tests with the compiler off, which hides some errors
 test-nojit: setup-test
