@@ -98,6 +98,18 @@ class TooLong(Refusal):
         return body
 
 
+class ThreadNotFound(Refusal):
+    """The answer to a request that continues an earlier one by its id: Anthropic's clients then send all messages."""
+
+    def __init__(self) -> None:
+        super().__init__(404, "earlier messages are not kept here: send all of them, without previous_message_id")
+
+    def _body(self, path: str) -> dict[str, Any]:
+        body = super()._body(path)
+        body["error"]["details"] = {"error_code": "thread_not_found"}
+        return body
+
+
 async def refused(request: Request, error: Exception) -> Response:
     """Return the answer to a request that raised an error."""
     if isinstance(error, Refusal):
@@ -112,11 +124,12 @@ async def refused(request: Request, error: Exception) -> Response:
 
 
 class Problem(BaseModel):
-    """An error; Anthropic's dialect has no code."""
+    """An error; Anthropic's dialect has no code, but details of some."""
 
     code: int | str | None = None
     message: str
     type: str
+    details: dict[str, str] | None = None
 
 
 class ErrorBody(BaseModel):

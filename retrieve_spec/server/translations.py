@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from retrieve_spec.server.answers import Events, ItemizedAnswer, Shown, event, finish_reason
 from retrieve_spec.server.completions import ANSWERS, EventStream, converse, left_out_header
-from retrieve_spec.server.guard import BoundedRoute, TooLong, checked
+from retrieve_spec.server.guard import BoundedRoute, ThreadNotFound, TooLong, checked
 from retrieve_spec.server.history import Names, message_tools, message_turns, response_tools, response_turns
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.models import Meant
@@ -75,10 +75,22 @@ class OutputOptions(Lenient):
     effort: Text | None = None
 
 
+class ThreadOptions(Lenient):
+    """Whether the server keeps the conversation, or continues one that it keeps."""
+
+    type: Text
+
+
 class CountRequest(Speculating):
     """`POST /v1/messages/count_tokens`."""
 
-    _asks: ClassVar[dict[str, tuple[Any, ...]]] = {"mcp_servers": (), "container": (), "context_management": ()}
+    _refused: ClassVar[dict[str, tuple[Any, ...]]] = {"compaction": ()}
+    _asks: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "mcp_servers": (),
+        "container": (),
+        "context_management": (),
+        "thread": (),
+    }
 
     messages: Annotated[Items[Item], Field(min_length=1)]
     system: Text | Items[Item] | None = None
@@ -87,6 +99,7 @@ class CountRequest(Speculating):
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions | None = None
     output_format: OutputFormat | None = None
+    thread: ThreadOptions | None = None
 
     def as_chat(self, **fields: Any) -> ChatRequest:
         """Return the request as a chat request with further fields.
@@ -94,8 +107,10 @@ class CountRequest(Speculating):
         Raises
         ------
         Refusal
-            400: it is invalid.
+            400: it is invalid; 404: it continues an earlier request, of which nothing is kept.
         """
+        if self.thread is not None and self.thread.type == "continue":
+            raise ThreadNotFound
         left_out, choice, output = list(self.left_out), self.tool_choice, self.output_config or OutputOptions()
         head = [{"role": "system", "content": self.system}] if self.system else []
         wanted = self.output_format or output.format

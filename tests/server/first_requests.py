@@ -161,4 +161,88 @@ class ClaudeCode:
         return [(block["name"], block["input"]) for block in answer["content"] if block["type"] == "tool_use"]
 
 
-CLIENTS = [Codex(), LateTools(), OpenCode(), QwenCode(), Aider(), ClaudeCode()]
+class LaterClaudeCode(ClaudeCode):
+    """Later versions say who else can be asked in a system message behind the user's."""
+
+    body = {
+        **ClaudeCode.body, "tools": ClaudeCode.body["tools"][:1],
+        "messages": [*ClaudeCode.body["messages"], {"role": "system", "content": "Other agents: none."}],
+    }  # fmt: skip
+    left_out = ["context_management", "messages.0 (x-anthropic-billing-header)"]
+
+
+class AnthropicTools(ClaudeCode):
+    """The loop of Anthropic's packages asks for a thread; if none is kept, it sends all messages, as for a new one."""
+
+    body = {
+        "model": "local", "max_tokens": 400, "thread": {"type": "create"}, "system": RULES,
+        "messages": [{"role": "user", "content": ASKED}], "tools": ClaudeCode.body["tools"][:1],
+    }  # fmt: skip
+    left_out = ["thread"]
+
+
+class OpenAIAgents(Codex):
+    """What came has a state, as every item has that came from a server."""
+
+    body = {
+        "model": "local", "instructions": RULES, "include": [], "tools": [{**function("exec"), "strict": True}],
+        "input": [{"role": "user", "content": ASKED}],
+    }  # fmt: skip
+    left_out = []
+
+
+class AISDK(Codex):
+    """Instructions are the first item."""
+
+    body = {
+        "model": "local", "tool_choice": "auto", "tools": [function("exec")],
+        "input": [
+            {"role": "system", "content": RULES}, {"role": "user", "content": [{"type": "input_text", "text": ASKED}]},
+        ],
+    }  # fmt: skip
+    left_out = []
+
+
+class Ollama(OpenCode):
+    """Ollama's packages: calls have no ids, and results the name of what was called."""
+
+    path = "/api/chat"
+    body = {
+        "model": "local", "think": False, "options": {"num_ctx": 4096, "temperature": 0.1}, "keep_alive": "5m",
+        "messages": [{"role": "system", "content": RULES}, {"role": "user", "content": ASKED}],
+        "tools": [chat_function("exec")], "stream": False,
+    }  # fmt: skip
+
+    def after(self, body, answer):
+        results = [
+            {"role": "tool", "tool_name": call["function"]["name"], "content": CAME}
+            for call in answer["message"].get("tool_calls", ())
+        ]
+        return {**body, "messages": [*body["messages"], answer["message"], *results]}
+
+    def calls(self, answer):
+        made = answer["message"].get("tool_calls", ())
+        return [(call["function"]["name"], call["function"]["arguments"]) for call in made]
+
+
+class Smolagents(OpenCode):
+    """Writes calls and results into texts of its own."""
+
+    body = {
+        "model": "local", "stop": ["Observation:", "Calling tools:"], "tools": [chat_function("exec")],
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": RULES}]},
+            {"role": "user", "content": [{"type": "text", "text": f"New task:\n{ASKED}"}]},
+        ],
+    }  # fmt: skip
+
+    def after(self, body, answer):
+        told = (("assistant", f"Calling tools:\n{self.calls(answer)}"), ("user", f"Observation:\n{CAME}"))
+        said = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in told]
+        return {**body, "messages": [*body["messages"], *said]}
+
+
+CLIENTS = [
+    Codex(), LateTools(), OpenCode(), QwenCode(), Aider(), ClaudeCode(), LaterClaudeCode(), AnthropicTools(),
+    OpenAIAgents(), AISDK(), Ollama(), Smolagents(),
+]  # fmt: skip

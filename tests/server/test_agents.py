@@ -13,6 +13,8 @@ CALLS = {
     "mistral": f"[TOOL_CALLS] [{json.dumps(CALL)}]",
 }
 """A call as models of a family write it; of the others, within tags."""
+SAID = ("choices", "content", "output", "message")
+"""What an answer says, in the dialects."""
 CAME = r"a\.py(?:\n|\\n)b\.py"
 
 
@@ -34,7 +36,14 @@ def streamed(server, client, body):
     """The answer of a stream, as its client puts it together."""
     with server.client.stream("POST", client.path, json={**body, "stream": True}) as response:
         assert response.status_code == 200, response.read()
-        blocks = "".join(response.iter_text()).strip().split("\n\n")
+        text = "".join(response.iter_text())
+    if client.path == "/api/chat":
+        parts = [json.loads(line)["message"] for line in text.splitlines()]
+        calls = [call for part in parts for call in part.get("tool_calls", ())]
+        return {
+            "message": {"role": "assistant", "content": "".join(part["content"] for part in parts), "tool_calls": calls}
+        }
+    blocks = text.strip().split("\n\n")
     events = [json.loads(line[6:]) for block in blocks for line in block.split("\n") if line.startswith("data: {")]
     if client.path == "/v1/responses":
         return events[-1]["response"]
@@ -86,6 +95,15 @@ def test_an_agent_makes_two_calls_and_ends(agent):
         assert turns[0] == turns[1] == ([called, called, []] if "tools" in client.body else [[], [], []]), client
 
 
+def test_a_thread_that_is_not_kept_is_asked_for_whole(served):
+    server = served("said")
+    asked = {"max_tokens": 9, "messages": [USER], "thread": {"type": "continue", "previous_message_id": "msg_1"}}
+    answer = server.post("/v1/messages", asked)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (404, "not_found_error")
+    assert error["details"] == {"error_code": "thread_not_found"}
+
+
 def test_what_is_left_out_is_told(agent):
     for client in CLIENTS:
         told = agent.post(client.path, client.body).headers.get("x-retrieve-spec-ignored", "")
@@ -97,8 +115,9 @@ def test_a_real_model_says_the_same_without_drafts(reference_live, monkeypatch, 
     monkeypatch.setattr(reference_live.service.tokenizer, "chat_template", FAMILIES[family])
     for client in CLIENTS:
         body = {**client.body, "max_tokens": 12, "max_output_tokens": 12, "tools": client.body.get("tools", [])[:1]}
+        body["options"] = {"num_predict": 12, "temperature": 0}  # Ollama's
         on, off = (reference_live.post(client.path, {**body, "speculative": on}).json() for on in (True, False))
-        told = [json.dumps(answer.get("choices") or answer.get("content") or answer["output"]) for answer in (on, off)]
+        told = [json.dumps(next(answer[part] for part in SAID if part in answer)) for answer in (on, off)]
         assert re.sub(r"(msg|rs|fc)_\w+", "", told[0]) == re.sub(r"(msg|rs|fc)_\w+", "", told[1])
 
 

@@ -101,6 +101,7 @@ UNSERVED = {
         {"n_cmpl": 2, "documents": [{"text": "x"}]},
         {"functions": [{"name": "f"}], "function_call": {"name": "f"}},
     ],
+    "/v1/messages": [{"compaction": {"type": "summarize"}}],
     "/v1/responses": [{"previous_response_id": "resp_1", "background": True}],
 }
 NOTHING = {
