@@ -45,6 +45,8 @@ class Traits:
         Whether it renders tools, and calls.
     single_calls
         Whether it renders at most one call per turn.
+    lone_calls
+        Whether it leaves out text in a turn with calls, but renders it in a turn before.
     alternates
         Whether user and assistant must alternate.
     short_ids
@@ -61,6 +63,7 @@ class Traits:
     tools: bool = False
     calls: bool = False
     single_calls: bool = False
+    lone_calls: bool = False
     alternates: bool = False
     short_ids: bool = False
     text_arguments: bool = False
@@ -140,6 +143,8 @@ class ChatTemplate:
             shaped = alternating([{**shaped[0], "role": "user"}, *shaped[1:]])
         if traits.alternates:
             shaped = alternating(shaped)
+        if traits.lone_calls:
+            shaped = text_before_calls(shaped)
         return [_with_calls(turn, traits) for turn in shaped]
 
     def _tried(self, template: str) -> Traits:
@@ -203,8 +208,17 @@ class ChatTemplate:
         for short_ids, text_arguments in product((False, True), repeat=2):
             form = replace(traits, calls=True, short_ids=short_ids, text_arguments=text_arguments)
             if self._shows(*_called(form)):
-                return replace(form, single_calls=not self._shows(*_called(form, "look-1", "look-2")))
+                single = not self._shows(*_called(form, "look-1", "look-2"))
+                return replace(form, single_calls=single, lone_calls=self._leaves_out_text(form))
         return traits
+
+    def _leaves_out_text(self, form: Traits) -> bool:
+        """Whether text beside a call is not rendered, but is in a turn before, also where an answer follows."""
+        asked, called, came = _called(form)
+        beside, answer = {**called, "content": "-beside-"}, {"role": "assistant", "content": "-answer-"}
+        return not self._shows(asked, beside, came) and bool(
+            self._shows(*text_before_calls([asked, beside, came, answer, asked]))
+        )
 
 
 def _called(traits: Traits, *names: str) -> list[Turn]:
@@ -279,6 +293,17 @@ def one_by_one(turns: Sequence[Turn]) -> list[Turn]:
             shaped.append(turn if call is None else {**turn, "tool_calls": [call]})
             came = (at for at, other in enumerate(left) if call and other.get("tool_call_id") == call["id"])
             shaped += [left.pop(at) for at in [next(came, -1)] if at >= 0]
+    return shaped
+
+
+def text_before_calls(turns: Sequence[Turn]) -> list[Turn]:
+    """Return a conversation in which text beside calls is a turn of its own before them."""
+    shaped = list[Turn]()
+    for turn in turns:
+        if turn.get("tool_calls") and turn["content"]:
+            shaped.append({"role": turn["role"], "content": turn["content"]})
+            turn = {**turn, "content": ""}
+        shaped.append(turn)
     return shaped
 
 

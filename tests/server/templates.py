@@ -1,5 +1,7 @@
 """Chat templates of a few lines, each with the calls of one family of models."""
 
+import json
+
 CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
@@ -114,6 +116,19 @@ FAMILIES = {
     "chatml": CHATML, "none": None,
 }  # fmt: skip
 """Templates in the style of those of families of models."""
+
+
+def called(family, name, arguments):
+    """A call as models of a family write it."""
+    call = {"name": name, "arguments": arguments}
+    if family == "llama3":
+        return json.dumps({"name": name, "parameters": arguments})
+    return (
+        f"[TOOL_CALLS] [{json.dumps(call)}]"
+        if family == "mistral"
+        else f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    )
+
 
 TOOLS = [
     {

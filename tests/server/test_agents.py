@@ -5,14 +5,8 @@ import re
 
 import pytest
 from first_requests import ASKED, CLIENTS, RULES
-from templates import FAMILIES
+from templates import FAMILIES, called
 
-CALL = {"name": "exec", "arguments": {"cmd": "ls"}}
-CALLS = {
-    "llama3": json.dumps({"name": "exec", "parameters": CALL["arguments"]}),
-    "mistral": f"[TOOL_CALLS] [{json.dumps(CALL)}]",
-}
-"""A call as models of a family write it; of the others, within tags."""
 SAID = ("choices", "content", "output", "message")
 """What an answer says, in the dialects."""
 CAME = r"a\.py(?:\n|\\n)b\.py"
@@ -22,7 +16,7 @@ CAME = r"a\.py(?:\n|\\n)b\.py"
 def agent(request, served, templated):
     """A server whose model calls a function twice and then answers, with the template of a family."""
     templated.chat_template = FAMILIES[request.param]
-    call = CALLS.get(request.param, f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>")
+    call = called(request.param, "exec", {"cmd": "ls"})
     thought = "I must look.</think>\n" if request.param == "qwen3.5" else ""
 
     def say(prompt):
@@ -91,8 +85,8 @@ def test_an_agent_makes_two_calls_and_ends(agent):
                 prompt = agent.service.codec.decode(agent.backend.prompts[-1])
                 assert RULES in prompt and ASKED in prompt, (client.path, prompt)
             turns.append(made)
-        called = [("exec", {"cmd": "ls"})]
-        assert turns[0] == turns[1] == ([called, called, []] if "tools" in client.body else [[], [], []]), client
+        call = [("exec", {"cmd": "ls"})]
+        assert turns[0] == turns[1] == ([call, call, []] if "tools" in client.body else [[], [], []]), client
 
 
 def test_a_thread_that_is_not_kept_is_asked_for_whole(served):

@@ -437,6 +437,20 @@ def test_what_came_of_a_call_follows_it_and_what_came_of_none_is_the_users(serve
     assert prompt.index("came 0") < prompt.index("came 1") < prompt.index("came 2") < last
 
 
+@pytest.mark.parametrize("family", ["qwen3", "llama3"])
+def test_text_beside_a_call_is_kept_before_it(served, templated, family):
+    """Templates of the Llama 3 kind leave it out."""
+    templated.chat_template = FAMILIES[family]
+    server = served("said")
+    beside = {"role": "assistant", "content": "First I look.", "tool_calls": [called({}, name="look")]}
+    came = {"role": "tool", "tool_call_id": "c1", "content": "came"}
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    assert server.post(CHAT, {"messages": [USER, beside, came], "tools": tools}).status_code == 200
+    prompt = server.service.codec.decode(server.backend.prompts[-1])
+    assert prompt.count("First I look.") == 1
+    assert prompt.index("First I look.") < prompt.rindex('"look"') < prompt.index("came")
+
+
 def test_a_template_that_looks_through_tools_where_there_are_none_is_given_an_empty_list(served, templated):
     templated.chat_template = "{% for t in tools %}{{ t | tojson }}{% endfor %}" + FAMILIES["chatml"]
     assert served("said").post(CHAT, {"messages": [USER]}).status_code == 200
