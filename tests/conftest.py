@@ -1,5 +1,7 @@
 """Fixtures every room may use."""
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import gc
@@ -9,15 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from found_once import FoundOnce
 from hypothesis import settings
 
 import retrieve_spec
 from retrieve_spec.processors import processes
+
+if TYPE_CHECKING:  # at run time where they are used: the process that hands out the tests needs no model library
+    from found_once import FoundOnce
 
 REFERENCE = Path(retrieve_spec.__file__).parent / "reference"
 WORKER_BYTES = 3 << 30
@@ -142,6 +145,8 @@ def _findings_are_not_kept() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _threads_stay() -> Iterator[None]:
     """Torch uses as many threads after a test as before it: other tests compare sums to the last bit."""
+    import torch
+
     before = torch.get_num_threads()
     yield
     after = torch.get_num_threads()
@@ -172,6 +177,8 @@ def reference_tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def _reference() -> FoundOnce:
+    import torch
+    from found_once import FoundOnce
     from transformers import AutoModelForCausalLM
 
     return FoundOnce(AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32).eval())
@@ -198,6 +205,8 @@ def smollm2() -> str:
 
 @pytest.fixture(scope="session")
 def _tiny() -> FoundOnce:
+    import torch
+    from found_once import FoundOnce
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -230,6 +239,8 @@ def shared(_shared: dict[str, FoundOnce], monkeypatch: pytest.MonkeyPatch) -> It
 
     It is not accelerated, and left so after the test, like `tiny`.
     """
+    from found_once import FoundOnce
+
     used: list[Any] = []
 
     def model(build: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
@@ -252,6 +263,8 @@ def _loaded() -> dict[str, tuple[FoundOnce, Any]]:
 @pytest.fixture
 def loaded_once(_loaded: dict[str, tuple[FoundOnce, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let commands in this process that load one model share it, and what is found of it, within a module of tests."""
+    from found_once import FoundOnce
+
     from retrieve_spec.bench import runner
     from retrieve_spec.reference_model import load_model
 
@@ -276,4 +289,6 @@ def loaded_once(_loaded: dict[str, tuple[FoundOnce, Any]], monkeypatch: pytest.M
 @pytest.fixture
 def prompt() -> Any:
     """(1, 12) token ids for `tiny`."""
+    import torch
+
     return torch.tensor([[3 + (i * 37 + 11) % 190 for i in range(12)]])
