@@ -58,9 +58,10 @@ def scratch_memory(rows: int) -> NDArray[np.int64]:
 
 @inner
 def context_hashes(tails: NDArray[np.int32], at: int, tail_len: int, out: NDArray[np.uint64]) -> None:
-    """Write hashes of the last 1, 2, … tokens: row 0 for n-gram tables, row 1 for recycling tables, with the last token
-    at its end."""
+    """Write hashes of the last 1, 2, … tokens: row 0 for n-gram tables, row 1 for recycling tables, followed by that of
+    the skip-gram (`NO_CONTEXT` where there is none), with the last token at its end."""
     out[1, TAIL - 1] = tails[at, 0]
+    out[1, recycling.ORDERS] = recycling.skipping(tails[at, 1]) if tail_len > 1 else recycling.NO_CONTEXT
     h = np.uint64(0)
     g = np.uint64(0)
     for i in range(min(tail_len, MAX_ORDER)):

@@ -80,7 +80,7 @@ def recency_weight(cells: NDArray[np.float32], cell: int) -> float:
 def prior_weight(source: int, length: int, total: int, distinct: int) -> float:
     """Return a level's prior weight: n / (n + a·d), where a decreases with the match length."""
     if source == _RECYCLING or source == _DISTILLED:  # the target's own probabilities
-        return 0.75 if length >= 2 else 0.6
+        return 0.75 if length >= 2 else 0.6 if length == 1 else 0.3  # 0: a skip-gram
     if source == _BIGRAMS:  # the target's, regardless of earlier tokens
         return 0.5
     if source == _PHRASES:  # from other requests, often on other subjects

@@ -127,13 +127,20 @@ def _has_contexts(kind: int) -> bool:
 
 @inner
 def _recycling_level(source: Record, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
+    """Return (entry, order) of the longest context of at most ``order`` tokens; order -1 if there is none.
+
+    The skip-gram of a recycling table has order 0.
+    """
     sets = recycling_sets(source.recycling)
     while order > 0:
         e = recycling.find(sets, hashes[1, order - 1])
         if e >= 0:
             return np.int64(e), np.int64(order)
         order -= 1
-    return np.int64(0), np.int64(-1)
+    e = -1
+    if order == 0 and source.kind == KIND_RECYCLING:
+        e = recycling.find(sets, hashes[1, recycling.ORDERS])
+    return np.int64(e), np.int64(0 if e >= 0 else -1)
 
 
 @inner

@@ -1,5 +1,8 @@
 """Numba kernels of the recycling table: the target's averaged top tokens after contexts of one to three tokens.
 
+A fourth context is a skip-gram, the last token but one whatever followed it: after a new token, the best guess is what
+the target said after others in its place.
+
 It is a set-associative cache of ``capacity`` = sets · WAYS entries. A pass of the model evicts it from the processor's
 caches, so data that is read together is stored together: a look-up reads one line of ``sets`` and, for k = 8, one of
 ``entries``.
@@ -27,6 +30,12 @@ from retrieve_spec.kernels.views import (
 
 WAYS = 4
 ORDERS = 3
+CONTEXTS = ORDERS + 1
+"""Most contexts of a row: its last 1 … `ORDERS` tokens, and its skip-gram."""
+_SKIP = np.uint64(1 << 32)
+"""Start of a skip-gram's hash, larger than any token."""
+NO_CONTEXT = np.uint64(2)
+"""Not the hash of any context; those are odd."""
 SET = 2 * WAYS
 """Words per set."""
 _LOW = np.uint64(0xFFFFFFFF)
@@ -36,7 +45,7 @@ _TOGETHER = 64
 MOST = 8
 """Most tokens of an entry: as many as are compared at once."""
 _MIXED = (3 * MOST + 2) // 2
-MEMORY = 1 + _MIXED + 3 * _TOGETHER * ORDERS
+MEMORY = 1 + _MIXED + 3 * _TOGETHER * CONTEXTS
 """Words of `learn_rows`' memory: a counter, an entry that is averaged, and rows."""
 
 
@@ -46,6 +55,30 @@ def mix(h: np.uint64, token: int) -> np.uint64:
     h = (h ^ np.uint64(token + 1)) * np.uint64(0x9E3779B97F4A7C15)
     h ^= h >> np.uint64(31)
     return h * np.uint64(0xD6E8FEB86659FD93) | np.uint64(1)
+
+
+@inner
+def skipping(token: int) -> np.uint64:
+    """Return the hash of the skip-gram after a token."""
+    return mix(_SKIP, token)
+
+
+@inner
+def _num_contexts(length: int) -> int:
+    """Return the number of contexts of a row with so many tokens."""
+    return min(ORDERS, length) + (1 if length > 1 else 0)
+
+
+@inner
+def _hash_contexts(tails: NDArray[np.int32], row: int, length: int, keys: NDArray[np.uint64], at: int) -> None:
+    """Write the hashes of a row's contexts to ``keys[at]``."""
+    h = np.uint64(0)
+    n = min(ORDERS, length)
+    for order in range(n):
+        h = mix(h, tails[row, order])
+        keys[at, order] = h
+    if length > 1:
+        keys[at, n] = skipping(tails[row, 1])
 
 
 @door
@@ -92,6 +125,7 @@ def ask_for(sets: NDArray[np.uint64], tails: NDArray[np.int32], row: int) -> Non
     for order in range(ORDERS):
         h = mix(h, tails[row, order])
         prefetch(np.int64(sets.ctypes.data) + 8 * SET * home(sets, h))
+    prefetch(np.int64(sets.ctypes.data) + 8 * SET * home(sets, skipping(tails[row, 1])))
 
 
 @inner
@@ -223,32 +257,30 @@ def learn_rows(
     at = np.int64(memory.ctypes.data) + 8
     scratch_ids, p, scratch_p = view_i32(at, MOST), view_f32(at + 4 * MOST, width), view_f32(at + 8 * MOST, MOST + 1)
     at += 8 * _MIXED
-    keys = view_u64_rows(at, _TOGETHER, ORDERS)
-    known = view_i64_rows(at + 8 * _TOGETHER * ORDERS, _TOGETHER, ORDERS)
-    times = view_i64_rows(at + 16 * _TOGETHER * ORDERS, _TOGETHER, ORDERS)
+    keys = view_u64_rows(at, _TOGETHER, CONTEXTS)
+    known = view_i64_rows(at + 8 * _TOGETHER * CONTEXTS, _TOGETHER, CONTEXTS)
+    times = view_i64_rows(at + 16 * _TOGETHER * CONTEXTS, _TOGETHER, CONTEXTS)
     at_sets, at_entries = np.int64(sets.ctypes.data), np.int64(entries.ctypes.data)
     for first in range(0, len(ids), _TOGETHER):
         rows = min(_TOGETHER, len(ids) - first)
         for i in range(rows):
-            h = np.uint64(0)
-            for order in range(min(ORDERS, tail_lens[first + i])):
-                h = mix(h, tails[first + i, order])
-                keys[i, order] = h
-                prefetch(at_sets + 8 * SET * home(sets, h))
+            _hash_contexts(tails, first + i, tail_lens[first + i], keys, i)
+            for j in range(_num_contexts(tail_lens[first + i])):
+                prefetch(at_sets + 8 * SET * home(sets, keys[i, j]))
         for i in range(rows):
-            for order in range(min(ORDERS, tail_lens[first + i])):
-                e = claim(sets, keys[i, order])
-                known[i, order] = e
-                times[i, order] = seen(sets, e)
-                note = np.uint64(memory[0]) << _HALF | np.uint64(times[i, order] + 1)
+            for j in range(_num_contexts(tail_lens[first + i])):
+                e = claim(sets, keys[i, j])
+                known[i, j] = e
+                times[i, j] = seen(sets, e)
+                note = np.uint64(memory[0]) << _HALF | np.uint64(times[i, j] + 1)
                 sets[e // WAYS * SET + WAYS + e % WAYS] = note
                 prefetch(at_entries + 8 * k * e)
         for i in range(rows):
             softmax(logits, first + i, p)
             falling = p[width - 1] > 0
-            for j in range(1, width):
-                falling &= p[j] < p[j - 1]
-            for order in range(min(ORDERS, tail_lens[first + i])):
-                at = at_entries + 8 * k * known[i, order]
+            for rank in range(1, width):
+                falling &= p[rank] < p[rank - 1]
+            for j in range(_num_contexts(tail_lens[first + i])):
+                at = at_entries + 8 * k * known[i, j]
                 tokens, probs = view_i32(at, k), view_f32(at + 4 * k, k)
-                _average(times[i, order], tokens, probs, ids, first + i, p, falling, scratch_ids, scratch_p)
+                _average(times[i, j], tokens, probs, ids, first + i, p, falling, scratch_ids, scratch_p)

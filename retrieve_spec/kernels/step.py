@@ -22,6 +22,7 @@ from retrieve_spec.kernels.source_table import (
     KIND_DENSE,
     KIND_RECYCLING,
     ORIGIN_BITS,
+    TAIL,
     expected_text,
     recycling_sets,
     suffixes_of,
@@ -308,7 +309,7 @@ def longest_match(address: int, stores: int | None) -> int:
     request = state.request_at(address)
     state.catch_up(request)
     table, cursors = state.sources_of(request), state.cursors_of(request)
-    hashes = np.empty((2, 0), np.uint64)
+    hashes = np.full((2, TAIL), recycling.NO_CONTEXT, np.uint64)
     longest = np.int64(-1)
     for s in range(request.first_exact + request.num_exact):
         longest = max(longest, levels.open_row(table[s], cursors, s, hashes, np.int64(0), stores)[1])

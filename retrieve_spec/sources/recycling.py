@@ -17,7 +17,7 @@ MANY_CONTEXTS = 1 << 16
 
 
 class RecyclingTable:
-    """Contexts of the last 1–3 tokens → the target's top k next tokens with averaged probabilities.
+    """Contexts of the last 1–3 tokens, and skip-grams → the target's top k next tokens with averaged probabilities.
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ def cell_of(number, length, total, distinct):
 
 def prior(number, length, total, distinct):
     if number in (3, 11):
-        return 0.75 if length >= 2 else 0.6
+        return (0.3, 0.6, 0.75)[min(length, 2)]
     if number == 2:
         return 0.9 - 0.5 / (1 + length)
     if number == 10:
@@ -99,9 +99,16 @@ class Recycling:
         """Shares of what followed a context, and how often it was observed."""
         return self.table.kept.get(context), self.table.seen.get(context)
 
-    def levels(self, text):
+    def contexts(self, text):
+        """Contexts of a text, newest token first, and their lengths; that of the skip-gram is 0."""
         for order in range(min(self.orders, len(text)), 0, -1):
-            shares, observed = self.known(tuple(text[: -order - 1 : -1]))
+            yield tuple(text[: -order - 1 : -1]), order
+        if self.number == Recycling.number and len(text) > 1:
+            yield (None, text[-2]), 0
+
+    def levels(self, text):
+        for context, order in self.contexts(text):
+            shares, observed = self.known(context)
             if shares:
                 top = max(shares.values())
                 distinct = 1 if top > 0.9 else 2 if top > 0.7 else 3 if top > 0.5 else 5 if top > 0.3 else 9

@@ -6,7 +6,7 @@ ORDERS = 3
 
 
 class NaiveTable:
-    """Averages of the target's top probabilities per context of 1-3 tokens, without a bound on contexts."""
+    """Averages of the target's top probabilities per context of 1-3 tokens, and per skip-gram: any token after one."""
 
     def __init__(self, k):
         self.k = k
@@ -17,8 +17,8 @@ class NaiveTable:
         """`newest`: tokens of the context, newest first."""
         weights = [math.exp(logit - max(logits)) for logit in logits]
         new = {token: w / sum(weights) for token, w in zip(ids, weights, strict=True)}
-        for order in range(1, min(ORDERS, len(newest)) + 1):
-            context = tuple(newest[:order])
+        contexts = [tuple(newest[:order]) for order in range(1, min(ORDERS, len(newest)) + 1)]
+        for context in [*contexts, *((None, token) for token in newest[1:2])]:
             seen = self.seen.get(context, 0)
             rate = max(1 / (seen + 1), 0.25)
             old = self.kept.get(context, {})
