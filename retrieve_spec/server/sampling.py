@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -304,17 +303,14 @@ def _spelled_bytes(codec: TextCodec) -> dict[int, bytes]:
     return {i: text for i, text in spelled.items() if i not in added} | kept
 
 
-_LOOKS_AROUND, _ESCAPED = re.compile(r"\(\?<?[=!]|\\[1-9]"), re.compile(r"\\[^1-9]")
-
-
 def _sayable(schema: Any, name: str, left_out: list[str]) -> Any:
-    """Return a JSON schema without patterns that look around or back (as Zod writes), which no grammar can express."""
+    """Return a JSON schema without patterns that no grammar can express: those that look around or back, as Zod's."""
     if isinstance(schema, list):
         return [_sayable(part, name, left_out) for part in schema]
     if not isinstance(schema, dict):
         return schema
     kept = dict(schema)
-    if isinstance(pattern := kept.get("pattern"), str) and _LOOKS_AROUND.search(_ESCAPED.sub("", pattern)):
+    if isinstance(pattern := kept.get("pattern"), str) and check_grammar(json_grammar({"pattern": pattern}), None)[0]:
         del kept["pattern"]
         left_out.append(f"{name} (pattern)")
     return {key: _sayable(value, name, left_out) for key, value in kept.items()}

@@ -597,10 +597,11 @@ def test_json_beside_tools_is_calls_or_json(grammatical, monkeypatch, name):
     assert set(called) == {True, False}
 
 
-def test_what_no_grammar_says_of_a_schema_is_left_out_and_told_of(grammatical):
+@pytest.mark.parametrize("pattern", ["^(?!a)b", r"\bword\b", r"(?<one>a)\k<one>", "(?>a)b"])
+def test_what_no_grammar_says_of_a_schema_is_left_out_and_told_of(grammatical, pattern):
     """As Zod writes addresses and records: an unknown word in one tool of fifty would refuse all of them."""
     parts = {
-        "mail": {"type": "string", "pattern": "^(?!a)b"},
+        "mail": {"type": "string", "pattern": pattern},
         "kinds": {"oneOf": [{"enum": ["x", "y"]}, {"type": "string"}]},
     }
     parts["by"] = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}}
