@@ -28,7 +28,7 @@ from retrieve_spec.errors import TokenizerMismatchError, UnsupportedModelError, 
 from retrieve_spec.generation.calls import generate, why_delegated, why_not_inside
 from retrieve_spec.generation.request import BEFORE
 from retrieve_spec.generation.streams import generate_many, generate_stream
-from retrieve_spec.kernels.compiled_code import compiles, compiling_logged
+from retrieve_spec.kernels.compiled_code import compiles, log_compiling
 from retrieve_spec.model_layers import base_model, embedded_tokens, evaluating
 from retrieve_spec.openmp import survive_forks
 from retrieve_spec.recorded.verifier_factory import VerifierFactory
@@ -116,7 +116,7 @@ def accelerate(
 
 
 @compiles
-@compiling_logged()
+@log_compiling()
 def prepare(
     model: Any,
     tokenizer: Any = None,

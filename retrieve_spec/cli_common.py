@@ -167,7 +167,7 @@ def compiling_shown() -> Iterator[None]:
     """
     from tqdm import tqdm
 
-    from retrieve_spec.kernels.compiled_code import told_of_compiling
+    from retrieve_spec.kernels.compiled_code import report_compiling
 
     shown: list[tqdm[Any]] = []
 
@@ -178,7 +178,7 @@ def compiling_shown() -> Iterator[None]:
         shown[0].update()
 
     try:
-        with told_of_compiling(tell):
+        with report_compiling(tell):
             yield
     finally:
         for bar in shown:

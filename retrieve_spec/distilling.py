@@ -29,7 +29,7 @@ from retrieve_spec.acceleration import accelerated
 from retrieve_spec.datastore.build import add_documents, create_datastore
 from retrieve_spec.datastore.change import check_folder, writer
 from retrieve_spec.datastore.dense import model_fingerprint
-from retrieve_spec.datastore.distilled import keep_distilled, observed
+from retrieve_spec.datastore.distilled import add_distilled, observed
 from retrieve_spec.datastore.manifest import MANIFEST
 from retrieve_spec.datastore.observations import Observations
 from retrieve_spec.datastore.remote import folder_of
@@ -338,7 +338,7 @@ def _keep(work: _Work, store: Path, tokenizer: Any, model: str, contexts: int) -
     if not (store / MANIFEST).exists():
         _when_free(partial(create_datastore, store, tokenizer))
     observations = Observations.joined(work.observed)
-    known = _when_free(partial(keep_distilled, observations, contexts, store, model))
+    known = _when_free(partial(add_distilled, observations, contexts, store, model))
     if any(work.answers):
         _when_free(partial(_add_answers, store, work.answers))
     return known

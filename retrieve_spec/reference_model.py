@@ -186,10 +186,10 @@ def _keep(model: PreTrainedModel, folder: Path, save: Callable[[Path], None]) ->
     import torch
     from safetensors import SafetensorError
 
-    from retrieve_spec.kernels.compiled_code import compiling_logged
+    from retrieve_spec.kernels.compiled_code import log_compiling
 
     try:
-        with torch.no_grad(), compiling_logged():
+        with torch.no_grad(), log_compiling():
             model(torch.arange(4)[None])
     except Exception as error:  # a model's own code may read weights by itself
         raise UnsupportedModelError(

@@ -39,7 +39,7 @@ from retrieve_spec.datastore.change import (
     publish,
     writer,
 )
-from retrieve_spec.datastore.entry_filter import admitted_parts
+from retrieve_spec.datastore.entry_filter import disabled_parts
 from retrieve_spec.datastore.files import FileEntry, replace_file
 from retrieve_spec.datastore.fingerprint import encode, load_tokenizer, tokenizer_fingerprint
 from retrieve_spec.datastore.git_rules import Reason
@@ -71,7 +71,7 @@ from retrieve_spec.errors import (
     StoreNotFoundError,
     TokenizerMismatchError,
 )
-from retrieve_spec.kernels.compiled_code import compiles, compiling_logged
+from retrieve_spec.kernels.compiled_code import compiles, log_compiling
 from retrieve_spec.processors import processes
 
 SPAWN_WORK = 1 << 23
@@ -259,7 +259,7 @@ def as_sources(sources: Source | str | Sequence[Source | str]) -> tuple[Source, 
     """
     given = [sources] if isinstance(sources, Source | str | os.PathLike) else list(sources)
     listed = (s if isinstance(s, Source) else Source(str(s)) for s in given)
-    return tuple(replace(s, licences=allow_list(s.licences), admit=admitted_parts(s.admit)) for s in listed)
+    return tuple(replace(s, licences=allow_list(s.licences), admit=disabled_parts(s.admit)) for s in listed)
 
 
 def checked(config: StoreConfig, tokenizer: Any) -> StoreConfig:
@@ -600,7 +600,7 @@ def grow(
     return publish(work, manifest, staying, entries, event, skipped=choice.skipped, seconds=watch.seconds, dense=dense)
 
 
-@compiling_logged()
+@log_compiling()
 @compiles
 def _compile_indexing(config: StoreConfig) -> None:
     """Compile the kernels once, before every worker process would."""

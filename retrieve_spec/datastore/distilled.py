@@ -25,7 +25,7 @@ _DTYPES = {"sets": "<u8", "entries": "<i4", **_OBSERVED}
 _SET_BYTES = SET * np.dtype(np.uint64).itemsize
 
 
-def keep_distilled(observations: Observations, capacity: int, store: Path, model: str) -> int:
+def add_distilled(observations: Observations, capacity: int, store: Path, model: str) -> int:
     """Add observations of a model to its table in a store.
 
     Parameters
@@ -63,7 +63,7 @@ def keep_distilled(observations: Observations, capacity: int, store: Path, model
     return count
 
 
-def take_tables(work: WorkFolder, stores: Iterable[tuple[Path, Manifest]]) -> tuple[DistilledEntry, ...]:
+def copy_tables(work: WorkFolder, stores: Iterable[tuple[Path, Manifest]]) -> tuple[DistilledEntry, ...]:
     """Copy the tables of some stores to another store; tables of one model are joined, each text counted once.
 
     Raises

@@ -35,7 +35,7 @@ from retrieve_spec.datastore.change import (
     writer,
 )
 from retrieve_spec.datastore.dense import INDEX
-from retrieve_spec.datastore.distilled import take_tables
+from retrieve_spec.datastore.distilled import copy_tables
 from retrieve_spec.datastore.files import check_content, link_files
 from retrieve_spec.datastore.inspection import list_documents
 from retrieve_spec.datastore.manifest import (
@@ -182,7 +182,7 @@ def merge_datastores(
         event = begin_change(work, "merge", stores=[str(store) for store in stores])
         if dense is None:
             return _rewrite_worn(work, unite(work, first, event, folders, progress), progress)
-        first = replace(first, distilled=take_tables(work, zip(folders, manifests, strict=True)))
+        first = replace(first, distilled=copy_tables(work, zip(folders, manifests, strict=True)))
         shards = list(chain.from_iterable(map(segment_shards, folders, manifests)))
         return grow(work, first, event, shards, config, workers=None, progress=progress)
 
@@ -419,7 +419,7 @@ def unite(
                 )
                 entries.append(replace(taken, name=f"{len(entries):06d}"))
             advance(sum(file.bytes for file in entry.files.values()))
-    distilled = take_tables(work, ((store.path, store.manifest) for store in opened))
+    distilled = copy_tables(work, ((store.path, store.manifest) for store in opened))
     if not (entries or distilled):
         work.end()
         raise nothing_to_index((), {})

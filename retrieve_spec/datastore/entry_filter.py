@@ -263,7 +263,7 @@ RULES = f"{__version__} 7"
 MAX_BYTES = 256 << 10
 
 
-def admitted_parts(names: Iterable[str]) -> tuple[str, ...]:
+def disabled_parts(names: Iterable[str]) -> tuple[str, ...]:
     """Return the disabled parts of the filter from names, each of which may be several separated by commas.
 
     Raises

@@ -109,7 +109,7 @@ def replace_file(path: Path, content: bytes, private: bool = False) -> None:
     sync_folder(path.parent)
 
 
-def put_in_place(path: Path, write: Callable[[BinaryIO], Any], private: bool = False) -> None:
+def write_atomically(path: Path, write: Callable[[BinaryIO], Any], private: bool = False) -> None:
     """Write a file atomically, also from several processes; unlike with `replace_file`, a crash may lose it.
 
     A `private` file can be read by its owner only, unless the owner has changed that.

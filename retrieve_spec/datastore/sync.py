@@ -28,7 +28,7 @@ from retrieve_spec.datastore.change import (
     writer,
 )
 from retrieve_spec.datastore.edit import Chosen, is_worn, without
-from retrieve_spec.datastore.entry_filter import RULES, EntryFilter, admitted_parts
+from retrieve_spec.datastore.entry_filter import RULES, EntryFilter, disabled_parts
 from retrieve_spec.datastore.git_rules import Reason
 from retrieve_spec.datastore.ingest import read_text, texts_of
 from retrieve_spec.datastore.licences import allow_list, own_licence
@@ -177,7 +177,7 @@ def sync_datastore(
     roots = [_root(folder) for folder in folders]
     if not roots:
         raise BuildError("at least one folder to follow", "none", "Give folders.")
-    allowed, parts = allow_list(licences), admitted_parts(admit)
+    allowed, parts = allow_list(licences), disabled_parts(admit)
     sources = tuple(
         Source(str(root), licence, licences=allowed, admit=parts, max_bytes=FOLLOWED_BYTES) for root in roots
     )

@@ -47,7 +47,7 @@ def changes(folders: Sequence[Path], stop: threading.Event | None = None) -> Ite
         ) from error
     how: dict[str, Any] = {"stop_event": stop, "debounce": 400, "rust_timeout": 500, "yield_on_timeout": True}
     again = monotonic() + AGAIN_S
-    for polling in (True,) if any(map(is_silent, folders)) else (None, True):
+    for polling in (True,) if any(map(lacks_notifications, folders)) else (None, True):
         try:
             for found in watch(*folders, **how, force_polling=polling, poll_delay_ms=LOOK_MS):
                 is_due = monotonic() >= again
@@ -65,7 +65,7 @@ def changes(folders: Sequence[Path], stop: threading.Event | None = None) -> Ite
             )
 
 
-def is_silent(folder: Path) -> bool:
+def lacks_notifications(folder: Path) -> bool:
     """Whether a resolved folder, or a part of it, is on a file system without notifications."""
     around, inside = "", []
     for place, kind in _mounts():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.files import put_in_place
+from retrieve_spec.datastore.files import write_atomically
 from retrieve_spec.errors import StoreCorruptError, in_a_line
 from retrieve_spec.kernels import calibration as kernels
 from retrieve_spec.kernels.calibration import CELLS, NUM_SOURCES, SCALE_BINS
@@ -161,7 +161,7 @@ def put_array(target: Path, array: NDArray[Any], what: str = "calibration", priv
     Nobody else may read a `private` one, unless its owner has let them.
     """
     try:
-        put_in_place(target, lambda file: np.save(file, array), private)
+        write_atomically(target, lambda file: np.save(file, array), private)
     except OSError as error:  # a full disk or a store that became read-only must not end a generation
         logger.warning("%s is not kept: %s", what, error)
 

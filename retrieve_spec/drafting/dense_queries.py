@@ -101,7 +101,7 @@ class Comparison:
         if self.without is not None and seconds_per_token is not None:
             self.price = float(cost[nodes] - cost[len(self.without)]) / seconds_per_token
 
-    def hold_against(self, emitted: NDArray[np.int32]) -> None:
+    def score(self, emitted: NDArray[np.int32]) -> None:
         """Add the accepted (a + 1,) tokens, bonus included, beyond those of the tree without the query."""
         if self.without is not None:
             self.gain += len(emitted) - 1 - _accepted(self.without, emitted) - self.price
@@ -139,7 +139,7 @@ class DenseQueries:
         """Take the tokens (a + 1,) of a pass and the state (d,) from which the last was predicted."""
         self._hidden = hidden
         if self.comparison is not None:
-            self.comparison.hold_against(emitted)
+            self.comparison.score(emitted)
 
     def leave(self) -> None:
         """End the comparison and drop the state: the text continues with unobserved tokens."""

@@ -20,7 +20,7 @@ from retrieve_spec.drafting.request_state import MOST_PASSES, ObservedPass, Pend
 from retrieve_spec.drafting.scoped import ScopedDrafter
 from retrieve_spec.drafting.text_sources import TextSources
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
-from retrieve_spec.kernels.compiled_code import compiles, compiling_logged
+from retrieve_spec.kernels.compiled_code import compiles, log_compiling
 from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.sources import EXACT, NGRAM
 from retrieve_spec.sources.automaton import SuffixAutomaton
@@ -151,7 +151,7 @@ class MixtureDrafter(ScopedDrafter):
         self._asked = False  # whether a draft was requested since the last pass
 
     @compiles
-    @compiling_logged()
+    @log_compiling()
     def prepare(self) -> None:
         """Compile the kernels, or load them from Numba's cache, before the first request."""
         if self.sources.dense is not None:

@@ -73,7 +73,7 @@ class CostModel:
         self._plain = self._drafted_since = 0  # plain passes observed, and others since the last of them
 
     @property
-    def wants_plain(self) -> bool:
+    def needs_plain_pass(self) -> bool:
         """Whether to take a plain pass, to learn its cost: an engine may run it in another way than all others."""
         return self._drafted_since >= (_FIRST_EVERY if self._plain < _FIRST_PLAIN else _PLAIN_EVERY)
 

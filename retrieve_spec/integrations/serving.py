@@ -413,7 +413,7 @@ class ServingDrafter:
 
     def _goes_without(self, cost: CostModel) -> bool:
         """Return whether the next step has no drafts: they did not pay lately, or a step without them is measured."""
-        return self._backoff.rests() or cost.wants_plain
+        return self._backoff.rests() or cost.needs_plain_pass
 
     def _note_step(self, cost: CostModel, nodes: int, context: int, seconds: Seconds | None) -> None:
         """Note what the next step verifies, and, if the cost model chose the nodes, whether drafting paid."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import door, inner
+from retrieve_spec.kernels.compiled_code import inner, kernel
 
 LINK, LENGTH, TOKEN, TARGET, COUNT = range(5)
 E_OWNER, E_TOKEN, E_TARGET, E_COUNT, E_NEXT, E_PREV = range(6)
@@ -62,7 +62,7 @@ def find_edge(edges: I32, slots: I32, owner: int, token: int) -> int:
         i = (i + 1) & mask
 
 
-@door
+@kernel
 def step(states: I32, edges: I32, slots: I32, state: int, token: int) -> int:
     """Return the state after following ``token`` from ``state``, or -1."""
     first = states[state, TOKEN]
@@ -72,7 +72,7 @@ def step(states: I32, edges: I32, slots: I32, state: int, token: int) -> int:
     return np.int64(edges[e, E_TARGET]) if e >= 0 else np.int64(-1)
 
 
-@door
+@kernel
 def advance(states: I32, edges: I32, slots: I32, state: int, matched: int, token: int) -> tuple[int, int]:
     """Follow ``token`` from the longest suffix with that transition; return (state, matched length)."""
     s = np.int64(state)
@@ -87,7 +87,7 @@ def advance(states: I32, edges: I32, slots: I32, state: int, matched: int, token
     return np.int64(0), np.int64(0)
 
 
-@door
+@kernel
 def successors(states: I32, edges: I32, state: int, limit: int, fewest: float, out_tokens: I32, out_counts: I32) -> int:
     """Write up to ``limit`` successors, most recent first; return how many.
 
@@ -142,7 +142,7 @@ def _insert_slot(edges: I32, slots: I32, e: int) -> None:
     slots[i] = e
 
 
-@door
+@kernel
 def rehash(edges: I32, slots: I32, num_edges: int) -> None:
     """Fill an empty table with all edges."""
     for e in range(num_edges):
@@ -254,7 +254,7 @@ def _new_state(states: I32, meta: I64, length: int, link: int) -> int:
     return s
 
 
-@door
+@kernel
 def reset(states: I32, slots: I32, meta: I64) -> None:
     """Reset the automaton to its root; the way of counting does not change."""
     slots[:] = -1
@@ -348,7 +348,7 @@ def _append(states: I32, edges: I32, slots: I32, meta: I64, token: int) -> None:
     meta[M_TOKENS] += 1
 
 
-@door
+@kernel
 def extend(states: I32, edges: I32, slots: I32, meta: I64, token_ids: I32) -> int:
     """Append tokens while there is room; return how many were appended. A negative id begins a new document."""
     for i in range(len(token_ids)):

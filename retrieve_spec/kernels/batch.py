@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.kernels import calibration
 from retrieve_spec.kernels import request as state
-from retrieve_spec.kernels.compiled_code import door, inner, making
+from retrieve_spec.kernels.compiled_code import inner, inner_with_arrays, kernel
 from retrieve_spec.kernels.request import MATCH, request_at
 from retrieve_spec.kernels.step import propose
 from retrieve_spec.kernels.views import Record, record_at, records_at, view_f32, view_i32, view_i64_rows
@@ -48,7 +48,7 @@ FULL, DIVERGED = -1, -2
 nothing was done."""
 
 
-@making
+@inner_with_arrays
 def _nodes_of(request: Record) -> NDArray[np.int64]:
     return view_i64_rows(request.nodes, MAX_NODES, 4)
 
@@ -109,7 +109,7 @@ def _least_that_pays(rows: int, cost: NDArray[np.float32]) -> float:
     return least * rows / np.float64(cost[0])
 
 
-@making
+@inner_with_arrays
 def share(calls: NDArray[Any], cost: NDArray[np.float32], total: int) -> None:
     """Keep the nodes, most probable first, with which all rows together get the most tokens per second."""
     rows = len(calls)
@@ -135,7 +135,7 @@ def share(calls: NDArray[Any], cost: NDArray[np.float32], total: int) -> None:
         request_at(calls[order[n]].request).num_drafted += 1
 
 
-@making
+@inner_with_arrays
 def _follow_and_grow(
     address: int,
     plan: Record,
@@ -179,7 +179,7 @@ def _write(plan: Record, calls: NDArray[Any], judged: bool, out: NDArray[np.int3
     return written - rows
 
 
-@door
+@kernel
 def step_chains(
     plan_address: int,
     calls_address: int,

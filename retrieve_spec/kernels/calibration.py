@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import door, inner, making_door
+from retrieve_spec.kernels.compiled_code import inner, kernel, kernel_with_arrays
 
 LENGTH_BUCKETS, COUNT_BUCKETS, DISTINCT_BUCKETS = 12, 8, 6
 NUM_SOURCES = 12
@@ -43,7 +43,7 @@ _FURTHEST = 500.0
 """Largest factor; the smallest is its inverse."""
 
 
-@door
+@kernel
 def length_bucket(n: int) -> int:
     """Return 0 … 11 for match lengths 0, 1, 2, 3, 4, 5, 6–7, 8–11, 12–15, 16–23, 24–39, 40 and more."""
     # A sum, since branches would be unpredictable; it starts with an int, since NumPy's booleans add up to a boolean.
@@ -172,13 +172,13 @@ LEAST, MOST = 0.3, 1.3
 """Bounds of the ratio."""
 
 
-@door
+@kernel
 def acceptance_ratio(counts: NDArray[np.float64]) -> float:
     """Return accepted tokens per expected token from ``counts`` (2,): accepted and expected."""
     return min(max((counts[0] + DRAFT_PRIOR) / (counts[1] + DRAFT_PRIOR), LEAST), MOST)
 
 
-@door
+@kernel
 def learn_draft(counts: NDArray[np.float64], expected: float, accepted: int) -> None:
     """Learn from a verified draft: its expected tokens (which include the ratio) and accepted tokens."""
     total = counts[1] + expected / acceptance_ratio(counts)
@@ -199,7 +199,7 @@ def learn_first(counts: NDArray[np.float64], p: float, right: int) -> None:
     learn_draft(counts, p, right)
 
 
-@making_door
+@kernel_with_arrays
 def learn_passes(
     mean: NDArray[np.float64],
     covariance: NDArray[np.float64],

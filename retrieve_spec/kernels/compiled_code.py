@@ -60,21 +60,21 @@ class _LinkedCompiler(Compiler):  # type: ignore[misc]
         super().__init__(typing_context, target_context, library, *rest)  # type: ignore[no-untyped-call]
 
 
-_DOOR: dict[str, Any] = {"cache": True, "nogil": True, "no_cfunc_wrapper": True, "_nrt": False}
-_INNER: dict[str, Any] = _DOOR | {"cache": False, "no_cpython_wrapper": True, "pipeline_class": _LinkedCompiler}
-_MAKING: dict[str, Any] = {"_nrt": True}
-door = njit(**_DOOR)
+_KERNEL: dict[str, Any] = {"cache": True, "nogil": True, "no_cfunc_wrapper": True, "_nrt": False}
+_INNER: dict[str, Any] = _KERNEL | {"cache": False, "no_cpython_wrapper": True, "pipeline_class": _LinkedCompiler}
+_ARRAYS: dict[str, Any] = {"_nrt": True}
+kernel = njit(**_KERNEL)
 """Decorator of a kernel that Python (and perhaps other kernels) call. It has no C wrapper, which saves a twentieth of
 the work. It neither makes nor returns arrays, so that references need not be counted, which saves half of the time of a
 kernel of a few microseconds; the caller holds its arrays."""
-making_door = njit(**_DOOR | _MAKING)
-"""Like `door`, for kernels that make or return arrays, or call one that returns new arrays."""
+kernel_with_arrays = njit(**_KERNEL | _ARRAYS)
+"""Like `kernel`, for kernels that make or return arrays, or call one that returns new arrays."""
 inner = njit(**_INNER)
 """Decorator of a kernel that only kernels call: its code becomes part of theirs, without a Python wrapper, which saves
 most of the work of compiling a small kernel. It neither makes nor returns arrays."""
-making = njit(**_INNER | _MAKING)
+inner_with_arrays = njit(**_INNER | _ARRAYS)
 """Like `inner`, for kernels that make or return arrays."""
-part = njit(nogil=True, inline="always")
+inlined = njit(nogil=True, inline="always")
 """Decorator of a kernel that one other kernel calls, at one place: it is inlined there and compiled once."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -100,7 +100,7 @@ def _beside() -> None:
     """Kernel whose compiled code is in the folder of all others'."""
 
 
-def code_folder(kernel: Callable[..., Any] = _beside) -> Path:
+def cache_folder(kernel: Callable[..., Any] = _beside) -> Path:
     """Return the folder of compiled code of the kernels in a folder: beside the sources, in the user's cache, or among
     temporary files if neither can be written.
     """
@@ -135,10 +135,10 @@ def drop_stale_kernels(kernel: Callable[..., Any] = _beside) -> None:
     if not config.DISABLE_JIT:
         with contextlib.suppress(OSError):  # another process deleted it, or the folder is read-only
             kernels = Path(__file__).parent
-            drop_stale(code_folder(kernel), [*kernels.rglob("*.py"), kernels.parent / "config.py"])
+            drop_stale(cache_folder(kernel), [*kernels.rglob("*.py"), kernels.parent / "config.py"])
 
 
-class _Told(event.Listener):  # type: ignore[misc]
+class _CompileListener(event.Listener):  # type: ignore[misc]
     """Listener that reports the names of this package's kernels while they are compiled."""
 
     def __init__(self, tell: Callable[[str], Any]) -> None:
@@ -156,14 +156,14 @@ class _Told(event.Listener):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def told_of_compiling(tell: Callable[[str], Any]) -> Iterator[None]:
+def report_compiling(tell: Callable[[str], Any]) -> Iterator[None]:
     """Call `tell` with the name of every kernel that is compiled (not loaded) in the block."""
-    with event.install_listener("numba:compile", _Told(tell)):
+    with event.install_listener("numba:compile", _CompileListener(tell)):
         yield
 
 
 @contextlib.contextmanager
-def compiling_logged() -> Iterator[None]:
+def log_compiling() -> Iterator[None]:
     """Log the reason for the wait when a kernel is first compiled in the block, and progress at intervals."""
     if _is_logging.get():
         yield
@@ -183,7 +183,7 @@ def compiling_logged() -> Iterator[None]:
 
     token = _is_logging.set(True)
     try:
-        with told_of_compiling(tell):
+        with report_compiling(tell):
             yield
     finally:
         _is_logging.reset(token)

@@ -20,7 +20,7 @@ from retrieve_spec.kernels.blend import (
     collect_levels,
 )
 from retrieve_spec.kernels.calibration import CERTAIN, NUM_SOURCES, scaled
-from retrieve_spec.kernels.compiled_code import inner, making, part
+from retrieve_spec.kernels.compiled_code import inlined, inner, inner_with_arrays
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.request import cursors_of, newest_of, scale_of, sources_of
 from retrieve_spec.kernels.sampling import noise_key, uniform
@@ -150,7 +150,8 @@ def follow(
     for s in range(rows):
         source = table[s]
         if source.kind == KIND_RECYCLING or source.kind == KIND_PHRASES or source.kind == KIND_DISTILLED:
-            recycling.ask_for(recycling_sets(source.recycling), tails, at)  # read only after the automata have advanced
+            # Read only after the automata have advanced.
+            recycling.prefetch_contexts(recycling_sets(source.recycling), tails, at)
         elif source.kind == KIND_BIGRAMS:
             known = source.recycling
             prefetch(known.entries + 8 * known.k * min(token, known.capacity))
@@ -159,7 +160,7 @@ def follow(
             advance_row(table[s], cursors, above * rows + s, token, cursors, at * rows + s, stores)
 
 
-@part
+@inlined
 def _start(request: Record, cursors: NDArray[np.int64], tails: NDArray[np.int32]) -> None:
     """Copy the text's cursors and newest tokens to the root's place, and discard candidates of earlier trees."""
     view_i64(request.scratch + SLOTS, HASH)[:] = 0
@@ -171,7 +172,7 @@ def _start(request: Record, cursors: NDArray[np.int64], tails: NDArray[np.int32]
         tails[0, j] = newest[0, j]
 
 
-@part
+@inlined
 def _add_candidates(
     request: Record,
     count: int,
@@ -226,7 +227,7 @@ def _add_candidates(
     return pool, waiting
 
 
-@part
+@inlined
 def _take_best(request: Record, waiting: int, nodes: NDArray[np.int64], n: int) -> float:
     """Write the most probable waiting candidate as the n-th node; return its path probability."""
     room = request.pool_size
@@ -242,7 +243,7 @@ def _take_best(request: Record, waiting: int, nodes: NDArray[np.int64], n: int) 
     return np.float64(pool_p[top])
 
 
-@making
+@inner_with_arrays
 def expand(
     request: Record,
     cost: NDArray[np.float32],

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import door, inner, making_door
+from retrieve_spec.kernels.compiled_code import inner, kernel, kernel_with_arrays
 from retrieve_spec.kernels.views import prefetch
 
 _AHEAD, _NEAR = 32, 16
@@ -66,7 +66,7 @@ def _sort_into(text: NDArray[Any], size: int, sa: NDArray[np.int32]) -> None:
     induce(text, sa, counts, m)
 
 
-@making_door
+@kernel_with_arrays
 def count_tokens(text, size):  # type: ignore[no-untyped-def]
     """Count each token of a text."""
     counts = np.zeros(size, np.int32)
@@ -75,7 +75,7 @@ def count_tokens(text, size):  # type: ignore[no-untyped-def]
     return counts
 
 
-@making_door
+@kernel_with_arrays
 def find_borders(text, buffer):  # type: ignore[no-untyped-def]
     """Write the borders of a text, in ascending order, to the end of a buffer."""
     at = len(buffer)
@@ -122,7 +122,7 @@ def _prefetch_place(text, places, position):  # type: ignore[no-untyped-def]
         prefetch(np.int64(places.ctypes.data) + places.itemsize * np.int64(text[position]))
 
 
-@making_door
+@kernel_with_arrays
 def order_borders(text, sa, counts, borders):  # type: ignore[no-untyped-def]
     """Write the borders, sorted by the text up to the next border, to the beginning of an array of zeros."""
     n, m = len(text), len(borders)
@@ -174,7 +174,7 @@ def order_borders(text, sa, counts, borders):  # type: ignore[no-untyped-def]
             found += 1
 
 
-@making_door
+@kernel_with_arrays
 def name_borders(text, sa, borders):  # type: ignore[no-untyped-def]
     """Given sorted borders, write the text of their names to the end; return the number of names."""
     n, m = len(text), len(borders)
@@ -206,7 +206,7 @@ def name_borders(text, sa, borders):  # type: ignore[no-untyped-def]
     return names
 
 
-@door
+@kernel
 def borders_of_ranks(sa, borders, names):  # type: ignore[no-untyped-def]
     """Replace the sorted suffixes of the text of names, at the beginning, by their borders."""
     n, m = len(sa), len(borders)
@@ -220,7 +220,7 @@ def borders_of_ranks(sa, borders, names):  # type: ignore[no-untyped-def]
             sa[i] = borders[sa[i]]
 
 
-@making_door
+@kernel_with_arrays
 def induce(text, sa, counts, m):  # type: ignore[no-untyped-def]
     """Induce the suffix array of a text from its sorted borders at the beginning."""
     n = len(text)

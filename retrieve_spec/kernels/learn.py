@@ -30,7 +30,7 @@ from retrieve_spec.kernels.calibration import (
     recency_weight,
     scale_bin,
 )
-from retrieve_spec.kernels.compiled_code import inner, making, part
+from retrieve_spec.kernels.compiled_code import inlined, inner, inner_with_arrays
 from retrieve_spec.kernels.expand import NEGLIGIBLE, couple
 from retrieve_spec.kernels.levels import advance_row
 from retrieve_spec.kernels.request import (
@@ -121,7 +121,7 @@ def _share_of(
     return 0.0, 0.0
 
 
-@part
+@inlined
 def learn_weights(
     request: Record, adapted: NDArray[np.float64], num_levels: int, token: int, stores: int | None
 ) -> None:
@@ -174,7 +174,7 @@ def learn_weights(
             break
 
 
-@part
+@inlined
 def learn_scale(request: Record, n: int, token: int) -> None:
     """Update the scale by the probabilities of ``n`` candidates and the emitted token.
 
@@ -200,7 +200,7 @@ def learn_scale(request: Record, n: int, token: int) -> None:
             cell[1] = np.float64(cell[1]) + w * p
 
 
-@making
+@inner_with_arrays
 def learn(request: Record, emitted: NDArray[np.int32], every: int, stores: int | None) -> None:
     """Advance all cursors by the emitted tokens, and learn at each; cursors and newest tokens end after the last.
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels import alignment, automaton, ngram, phrases, recycling, trie, unigram
-from retrieve_spec.kernels.compiled_code import door, inner
+from retrieve_spec.kernels.compiled_code import inner, kernel
 from retrieve_spec.kernels.ngram import longest_marked, ngram_find
 from retrieve_spec.kernels.source_table import (
     KIND_ALIGNMENT,
@@ -81,7 +81,7 @@ def _open_stored(
     return CLOSED, longest if longest > 0 else np.int64(-1)
 
 
-@door
+@kernel
 def open_row(
     source: Record,
     cursors: NDArray[np.int64],

@@ -27,7 +27,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import door, inner, making_door
+from retrieve_spec.kernels.compiled_code import inner, kernel, kernel_with_arrays
 from retrieve_spec.kernels.views import prefetch, view_u64
 
 MAX_ORDER = 5
@@ -53,7 +53,7 @@ _ONE = np.uint64(1)
 _ROUNDS = (np.uint64(0x9E3779B1), np.uint64(0x85EBCA77), np.uint64(0xC2B2AE3D), np.uint64(0x27D4EB2F))
 
 
-@door
+@kernel
 def ngram_hash(h, token):  # type: ignore[no-untyped-def]
     """Extend the hash of a context by the token before it.
 
@@ -88,7 +88,7 @@ def home(h, capacity):  # type: ignore[no-untyped-def]
     return np.int64(((np.uint64(h) >> _32) * np.uint64(capacity)) >> _32)
 
 
-@door
+@kernel
 def ngram_find(slots, h):  # type: ignore[no-untyped-def]
     """Find the slot of a context, or -1.
 
@@ -114,19 +114,19 @@ def ngram_find(slots, h):  # type: ignore[no-untyped-def]
     return -1
 
 
-@door
+@kernel
 def ngram_distinct(slots, slot):  # type: ignore[no-untyped-def]
     """Return the number of a context's distinct continuations, at most 65,535."""
     return np.int64(slots[slot, EXTENT]) & _HALF
 
 
-@door
+@kernel
 def ngram_kept(slots, slot):  # type: ignore[no-untyped-def]
     """Return the number of a context's kept continuations."""
     return np.int64(slots[slot, EXTENT]) >> 16
 
 
-@door
+@kernel
 def suffix_beginnings(tokens, sa, shared, ahead):  # type: ignore[no-untyped-def]
     """Compare the first `MAX_ORDER` + 1 tokens of consecutive suffixes.
 
@@ -175,7 +175,7 @@ def _context(shared, ahead, i, order):  # type: ignore[no-untyped-def]
         end += 1
 
 
-@door
+@kernel
 def count_contexts(shared, ahead, order, top, contexts, continuations):  # type: ignore[no-untyped-def]
     """Count the contexts of one order and the continuations a table would keep, by the contexts' total counts.
 
@@ -192,7 +192,7 @@ def count_contexts(shared, ahead, order, top, contexts, continuations):  # type:
         i = end
 
 
-@door
+@kernel
 def insert_contexts(  # type: ignore[no-untyped-def]
     tokens, sa, shared, ahead, to_global, order, min_count, top, slots, owner
 ):
@@ -246,7 +246,7 @@ def _top_continuations(tokens, sa, shared, ahead, to_global, i, order, kept, out
         out_counts[at] = count
 
 
-@door
+@kernel
 def fill_continuations(  # type: ignore[no-untyped-def]
     tokens, sa, shared, ahead, to_global, owner, slots, succ_tokens, succ_counts
 ):
@@ -262,7 +262,7 @@ def fill_continuations(  # type: ignore[no-untyped-def]
             _top_continuations(tokens, sa, shared, ahead, to_global, i, order, b - a, top_tokens, top_counts)
 
 
-@door
+@kernel
 def forget_document(ids, slots, succ_tokens, succ_counts):  # type: ignore[no-untyped-def]
     """Subtract the contexts of one removed document from an n-gram table's counts.
 
@@ -313,7 +313,7 @@ def _forget(slots, slot, succ_tokens, succ_counts, token):  # type: ignore[no-un
         slots[slot, EXTENT] = np.uint32(((kept - 1) << 16) | max((extent & 0xFFFF) - 1, np.int64(0)))
 
 
-@door
+@kernel
 def longest_marked(address: int, buckets: int, words: int, column: int, hashes: NDArray[np.uint64], order: int) -> int:
     """Return the length of the longest context of at most ``order`` tokens that a table may hold, 0 for none.
 
@@ -366,7 +366,7 @@ def newest_gram(window: NDArray[np.int32]) -> np.uint64:
     return h
 
 
-@door
+@kernel
 def count_grams(shared: NDArray[np.uint8], ahead: NDArray[np.uint8]) -> int:
     """Count the distinct sequences of a text, from the arrays of `suffix_beginnings`."""
     n = 0
@@ -376,7 +376,7 @@ def count_grams(shared: NDArray[np.uint8], ahead: NDArray[np.uint8]) -> int:
     return n
 
 
-@making_door
+@kernel_with_arrays
 def fill_grams(tokens, to_global, words):  # type: ignore[no-untyped-def]
     """Set the bits of every sequence of a text in (w,) uint64 words, initially zero.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner, making, making_door
+from retrieve_spec.kernels.compiled_code import inner, inner_with_arrays, kernel_with_arrays
 from retrieve_spec.kernels.recycling import SET, WAYS, claim, find, mix
 from retrieve_spec.kernels.recycling import seen as observed
 
@@ -33,7 +33,7 @@ _CONTINUATION = 1 << 30
 
 
 @inner
-def said_by_two(seen: NDArray[np.uint64], phrase: np.uint64, requester: np.uint64) -> bool:
+def given_to_two(seen: NDArray[np.uint64], phrase: np.uint64, requester: np.uint64) -> bool:
     """Whether another requester was given a phrase, too; otherwise remember this requester."""
     sets = len(seen) // WAYS
     base = np.int64((phrase >> np.uint64(20)) & np.uint64(sets - 1)) * WAYS
@@ -83,7 +83,7 @@ def halve(
     _write(sets, tokens, probs, e, counts)
 
 
-@making
+@inner_with_arrays
 def fade(sets: NDArray[np.uint64], tokens: NDArray[np.int32], probs: NDArray[np.float32]) -> None:
     """Halve all counts, and free contexts without continuations."""
     counts = np.empty(tokens.shape[1], np.int64)
@@ -134,7 +134,7 @@ def _count(
         halve(sets, tokens, probs, e, counts)
 
 
-@making_door
+@kernel_with_arrays
 def learn(
     sets: NDArray[np.uint64],
     tokens: NDArray[np.int32],
@@ -164,7 +164,7 @@ def learn(
             e = find(sets, context)
             times = 1
             if e < 0 or _place_of(tokens, e, token) < 0:
-                if not said_by_two(seen, mix(context, token + _CONTINUATION), requester):
+                if not given_to_two(seen, mix(context, token + _CONTINUATION), requester):
                     continue
                 times = 2
                 if e < 0:

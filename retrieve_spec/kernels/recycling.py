@@ -18,9 +18,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import door, inner, part
+from retrieve_spec.kernels.compiled_code import inlined, inner, kernel
 from retrieve_spec.kernels.views import (
-    place_among_eight,
+    index_among_eight,
     prefetch,
     view_f32,
     view_i32,
@@ -49,7 +49,7 @@ MEMORY = 1 + _MIXED + 3 * _TOGETHER * CONTEXTS
 """Words of `learn_rows`' memory: a counter, an entry that is averaged, and rows."""
 
 
-@door
+@kernel
 def mix(h: np.uint64, token: int) -> np.uint64:
     """Extend a context's hash by the next older token."""
     h = (h ^ np.uint64(token + 1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -81,7 +81,7 @@ def _hash_contexts(tails: NDArray[np.int32], row: int, length: int, keys: NDArra
         keys[at, n] = skipping(tails[row, 1])
 
 
-@door
+@kernel
 def context_keys(tokens: NDArray[np.int32], places: NDArray[np.int64], keys: NDArray[np.uint64]) -> None:
     """Write the hashes of the contexts of one, two, … tokens that end at each token.
 
@@ -108,7 +108,7 @@ def home(sets: NDArray[np.uint64], key: np.uint64) -> int:
     return np.int64((key >> np.uint64(20)) & np.uint64(len(sets) // SET - 1))
 
 
-@door
+@kernel
 def find(sets: NDArray[np.uint64], key: np.uint64) -> int:
     """Return the entry of a context, or -1."""
     s = home(sets, key)
@@ -119,7 +119,7 @@ def find(sets: NDArray[np.uint64], key: np.uint64) -> int:
 
 
 @inner
-def ask_for(sets: NDArray[np.uint64], tails: NDArray[np.int32], row: int) -> None:
+def prefetch_contexts(sets: NDArray[np.uint64], tails: NDArray[np.int32], row: int) -> None:
     """Prefetch the sets of the contexts in a row of tails."""
     h = np.uint64(0)
     for order in range(ORDERS):
@@ -169,7 +169,7 @@ def _put(ids: NDArray[np.int32], p: NDArray[np.float32], n: int, k: int, token: 
     return n + 1 if n < k else k
 
 
-@part
+@inlined
 def _average(
     times: int,
     tokens: NDArray[np.int32],
@@ -201,7 +201,7 @@ def _average(
             old += 1
     fresh = np.int64(0)  # bit j: the entry lacks new token j, whose share is written to an unused place
     for j in range(width):
-        at = place_among_eight(np.int64(tokens.ctypes.data), new_ids[row, j])  # later words belong to others
+        at = index_among_eight(np.int64(tokens.ctypes.data), new_ids[row, j])  # later words belong to others
         at = at if at < old else MOST
         scratch_p[at] = np.float64(scratch_p[at]) + rate * np.float64(new_p[j])
         fresh |= np.int64(at == MOST) << j
@@ -216,7 +216,7 @@ def _average(
         probs[i] = 0
 
 
-@part
+@inlined
 def softmax(logits: NDArray[np.float32], row: int, out: NDArray[np.float32]) -> None:
     """Return the softmax over a row's top tokens only; calibration accounts for the missing tail."""
     top = np.float64(logits[row, 0])
@@ -228,7 +228,7 @@ def softmax(logits: NDArray[np.float32], row: int, out: NDArray[np.float32]) -> 
         out[i] = np.float64(out[i]) / total
 
 
-@door
+@kernel
 def learn_rows(
     sets: NDArray[np.uint64],
     entries: NDArray[np.int32],

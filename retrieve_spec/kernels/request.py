@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels import alignment, automaton, unigram
 from retrieve_spec.kernels.automaton import extend
 from retrieve_spec.kernels.calibration import CELLS, LENGTH_CLASSES, NUM_SOURCES, SCALE_BINS
-from retrieve_spec.kernels.compiled_code import inner, making, making_door, part
+from retrieve_spec.kernels.compiled_code import inlined, inner, inner_with_arrays, kernel_with_arrays
 from retrieve_spec.kernels.ngram import GRAM, home, may_hold, newest_gram
 from retrieve_spec.kernels.source_table import (
     CURSOR,
@@ -113,49 +113,49 @@ FIRST_TOKENS, LATER_EVERY = 2000, 4
 """Number of first tokens at which learning reads stores, and interval after that."""
 
 
-@making
+@inner_with_arrays
 def sources_of(request: Record) -> NDArray[Any]:
     """Return all sources, (s,) `SOURCE`."""
     return sources_at(request.table, request.num_sources)
 
 
-@making
+@inner_with_arrays
 def cells_of(request: Record) -> NDArray[np.float32]:
     """Return the cells, (CELLS, 4) float32, of `retrieve_spec.drafting.calibration.Calibration`."""
     return view_f32_rows(request.cells, CELLS, 4)
 
 
-@making
+@inner_with_arrays
 def scale_of(request: Record) -> NDArray[np.float32]:
     """Return the corrections, (2 · NUM_SOURCES, SCALE_BINS + 1, 2) float32, for `calibration.scaled`."""
     return view_f32_cube(request.scale, 2 * NUM_SOURCES, SCALE_BINS + 1, 2)
 
 
-@making
+@inner_with_arrays
 def trust_of(request: Record) -> NDArray[np.float64]:
     """Return the request's trust, (NUM_SOURCES, 1 + LENGTH_CLASSES, 2) float64 (`calibration.begin_request`)."""
     return view_f64_cube(request.trust, NUM_SOURCES, 1 + LENGTH_CLASSES, 2)
 
 
-@making
+@inner_with_arrays
 def drafts_of(request: Record, sampled: int) -> NDArray[np.float64]:
     """Return the counts of drafts, (2,) float64 (`kernels/calibration.py`), greedy (0) or with known noise (1)."""
     return view_f64(request.drafts + 16 * sampled, 2)
 
 
-@making
+@inner_with_arrays
 def cursors_of(request: Record) -> NDArray[np.int64]:
     """Return the text's cursors in every source, (s, CURSOR) int64."""
     return view_i64_rows(request.cursors, request.num_sources, CURSOR)
 
 
-@making
+@inner_with_arrays
 def newest_of(request: Record) -> NDArray[np.int32]:
     """Return the newest tokens, (1, TAIL) int32, newest first."""
     return view_rows(request.newest, 1, TAIL)
 
 
-@making
+@inner_with_arrays
 def use_of(request: Record) -> NDArray[np.float64]:
     """Return the share of tokens that each source explained, (s,) float64."""
     return view_f64(request.use, request.num_sources)
@@ -181,7 +181,7 @@ def catch_up(request: Record) -> None:
                 cursors[i, j] = kept[i, j]
 
 
-@making
+@inner_with_arrays
 def expected_cursors(source: Record) -> NDArray[np.int64]:
     """Return the cursors in an expected text, (HYPOTHESES, CURSOR) int64."""
     return view_i64_rows(source.prediction.cursors, HYPOTHESES, CURSOR)
@@ -193,7 +193,7 @@ def is_store(source: Record) -> bool:
     return bool(source.kind == KIND_NGRAM or source.kind == KIND_EXACT)
 
 
-@part
+@inlined
 def enable_sources(request: Record) -> None:
     """Let learning read every source, but disabled stores only at intervals, since reading them is expensive."""
     request.steps += 1
@@ -205,7 +205,7 @@ def enable_sources(request: Record) -> None:
             table[s].disabled = 0
 
 
-@part
+@inlined
 def disable_sources(request: Record) -> None:
     """Disable sources that have explained almost nothing lately; learning reads them, and may enable them again.
 
@@ -227,7 +227,7 @@ def disable_sources(request: Record) -> None:
             request.any_disabled = 1
 
 
-@making
+@inner_with_arrays
 def follow_all(
     table: NDArray[Any], first: int, cursors: NDArray[np.int64], window: NDArray[np.int32], fresh: int
 ) -> None:
@@ -255,7 +255,7 @@ def follow_all(
         _follow(table[first + i].exact, cursors, i, window, fresh, known, gram)
 
 
-@part
+@inlined
 def _follow(
     segment: Record,
     cursors: NDArray[np.int64],
@@ -287,7 +287,7 @@ def _follow(
     cursors[c, 0], cursors[c, 1], cursors[c, 2] = lo, hi, depth
 
 
-@part
+@inlined
 def _search(segment: Record, recent: NDArray[np.int32], least: int) -> tuple[int, int, int]:
     """Return (lo, hi, depth) of the longest suffix of a text, of at least ``least`` tokens, in a segment."""
     local = np.empty(len(recent), np.int64)
@@ -304,7 +304,7 @@ def _search(segment: Record, recent: NDArray[np.int32], least: int) -> tuple[int
     return np.int64(lo), np.int64(hi), np.int64(depth)
 
 
-@making
+@inner_with_arrays
 def follow_stores(
     request: Record, tokens: NDArray[np.int32], roots: NDArray[np.int64], stores: int | None
 ) -> NDArray[np.int32]:
@@ -335,7 +335,7 @@ def follow_stores(
     return window
 
 
-@making
+@inner_with_arrays
 def stored_cursors(request: Record) -> NDArray[np.int64]:
     """Return a copy of the stores' cursors, (stores, CURSOR) int64."""
     first = request.first_exact
@@ -356,7 +356,7 @@ def grow_context(request: Record, tokens: NDArray[np.int32], said: int) -> int:
     return extend(states_of(text), edges_of(text), slots_of(text), meta_of(text), tokens)
 
 
-@making_door
+@kernel_with_arrays
 def read(address: int, tokens: NDArray[np.int32], looked_at: int, stores: int | None) -> int:
     """Append text (n,) that was not generated.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import door, inner, making, making_door
+from retrieve_spec.kernels.compiled_code import inner, inner_with_arrays, kernel, kernel_with_arrays
 from retrieve_spec.kernels.topk import BLOCK, block_maxima, collect_at_least, row_topk
 
 
@@ -18,7 +18,7 @@ def mix(x: np.uint64) -> np.uint64:
     return np.uint64(x ^ (x >> np.uint64(31)))
 
 
-@door
+@kernel
 def noise_key(seed: int, row: int, position: int) -> np.uint64:
     """Return the key of all noise at one position of one row of one request."""
     golden = np.uint64(0x9E3779B97F4A7C15)
@@ -27,20 +27,20 @@ def noise_key(seed: int, row: int, position: int) -> np.uint64:
     return mix(key + (np.uint64(position) + np.uint64(1)) * golden)
 
 
-@door
+@kernel
 def noise_bits(key: np.uint64, token_id: int) -> np.uint64:
     """Return the noise of one token under a key, 53 bits."""
     bits = mix(key + (np.uint64(token_id) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
     return np.uint64(bits >> np.uint64(11))
 
 
-@door
+@kernel
 def uniform(key: np.uint64, token_id: int) -> float:
     """Return the noise of one token under a key, uniform in (0, 1)."""
     return (np.float64(noise_bits(key, token_id)) + 0.5) * (1.0 / 9007199254740992.0)
 
 
-@door
+@kernel
 def gumbel_argmax(
     ids: NDArray[np.int32], scores: NDArray[np.float64], count: int, seed: int, row: int, position: int
 ) -> int:
@@ -56,7 +56,7 @@ def gumbel_argmax(
     return int(best)
 
 
-@door
+@kernel
 def _least_bits(gap: float) -> np.uint64:
     """Return the smallest noise (53 bits) with which a token can win from ``gap`` below the best score so far.
 
@@ -67,7 +67,7 @@ def _least_bits(gap: float) -> np.uint64:
     return np.uint64(max((1.0 - np.exp(-gap) * (1.0 + 1e-9)) * 9007199254740992.0 - 2.0, 0.0))
 
 
-@door
+@kernel
 def gumbel_argmax_row(logits: NDArray[np.float32], temperature: float, seed: int, row: int, position: int) -> int:
     """Draw an index of `logits` (v,) with probability softmax(logits / temperature).
 
@@ -107,7 +107,7 @@ def gumbel_argmax_row(logits: NDArray[np.float32], temperature: float, seed: int
     return best
 
 
-@door
+@kernel
 def draw_row(logits: NDArray[np.float32], temperature: float, seed: int, row: int, position: int) -> int:
     """Do `gumbel_argmax_row`; return -1 if the logits are no distribution: a NaN, an infinity, or all -inf."""
     undrawable = False
@@ -119,7 +119,7 @@ def draw_row(logits: NDArray[np.float32], temperature: float, seed: int, row: in
     return drawn if np.isfinite(logits[drawn]) else -1
 
 
-@making
+@inner_with_arrays
 def _nucleus(
     row: NDArray[np.float32], heat: np.float32, top_p: float, ids: NDArray[np.int32], total: float, top: float
 ) -> int:
@@ -152,7 +152,7 @@ def _nucleus(
     return v
 
 
-@making_door
+@kernel_with_arrays
 def truncate_row(
     row: NDArray[np.float32],
     temperature: float,

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.automaton import META
-from retrieve_spec.kernels.compiled_code import door, inner, making, making_door
+from retrieve_spec.kernels.compiled_code import inner, inner_with_arrays, kernel, kernel_with_arrays
 from retrieve_spec.kernels.ngram import START, ngram_kept
 from retrieve_spec.kernels.suffix_array import sa_narrow, sa_successors, sa_token
 from retrieve_spec.kernels.views import (
@@ -100,99 +100,99 @@ READ_LIMIT = 32
 """Most continuations read per level, most recent or most frequent first."""
 
 
-@making_door
+@kernel_with_arrays
 def states_of(automaton: Record) -> NDArray[np.int32]:
     """Return the state rows of an automaton, (n, 5)."""
     return view_rows(automaton.states, automaton.num_states, 5)
 
 
-@making
+@inner_with_arrays
 def edges_of(automaton: Record) -> NDArray[np.int32]:
     """Return the edge rows of an automaton, (n, 6)."""
     return view_rows(automaton.edges, automaton.num_edges, 6)
 
 
-@making
+@inner_with_arrays
 def slots_of(automaton: Record) -> NDArray[np.int32]:
     """Return the edge hash table of an automaton, (n,)."""
     return view_i32(automaton.slots, automaton.num_slots)
 
 
-@making
+@inner_with_arrays
 def meta_of(automaton: Record) -> NDArray[np.int64]:
     """Return sizes and newest states of an automaton, (META,)."""
     return view_i64(automaton.meta, META)
 
 
-@making
+@inner_with_arrays
 def recycling_sets(recycling: Record) -> NDArray[np.uint64]:
     """Return the sets of a recycling table, (capacity · 2,)."""
     return view_u64(recycling.sets, recycling.capacity * 2)
 
 
-@making
+@inner_with_arrays
 def recycling_tokens(recycling: Record, entry: int) -> NDArray[np.int32]:
     """Return the top tokens of an entry of a recycling table, (k,), -1 after the last one."""
     k = recycling.k
     return view_i32(recycling.entries + 8 * k * entry, k)
 
 
-@making
+@inner_with_arrays
 def recycling_probs(recycling: Record, entry: int) -> NDArray[np.float32]:
     """Return the averaged probabilities of an entry of a recycling table, (k,)."""
     k = recycling.k
     return view_f32(recycling.entries + 8 * k * entry + 4 * k, k)
 
 
-@making
+@inner_with_arrays
 def expected_text(prediction: Record) -> NDArray[np.int32]:
     """Return the tokens of a prediction, (n,)."""
     return view_i32(prediction.text, prediction.length)
 
 
-@making
+@inner_with_arrays
 def ngram_slots(ngram: Record) -> NDArray[np.uint32]:
     """Return the slots of an n-gram table, (n, 4)."""
     return view_u32_rows(ngram.slots, ngram.num_slots, 4)
 
 
-@making
+@inner_with_arrays
 def ngram_counts(ngram: Record) -> NDArray[np.uint32]:
     """Return the counts of an n-gram table's continuations, (m,)."""
     return view_u32(ngram.counts, ngram.num_successors)
 
 
-@making
+@inner_with_arrays
 def text_u16(exact: Record) -> NDArray[np.uint16]:
     """Return the text of a segment with at most 2^16 ids (`EXACT_ITEMSIZE` 2), (n,)."""
     return view_u16(exact.tokens, exact.length)
 
 
-@making
+@inner_with_arrays
 def text_u32(exact: Record) -> NDArray[np.uint32]:
     """Return the text of a segment with more ids, (n,)."""
     return view_u32(exact.tokens, exact.length)
 
 
-@making
+@inner_with_arrays
 def suffixes_of(exact: Record) -> NDArray[np.uint32]:
     """Return the suffix array of a segment, (n,)."""
     return view_u32(exact.suffixes, exact.num_suffixes)
 
 
-@making
+@inner_with_arrays
 def to_local_of(exact: Record) -> NDArray[np.int32]:
     """Return a segment's local ids of the model's token ids, (vocabulary,), 0 for those it does not contain."""
     return view_i32(exact.to_local, exact.vocabulary)
 
 
-@making
+@inner_with_arrays
 def spans_of(dense: Record) -> NDArray[np.int32]:
     """Return the rows of a trie of retrieved spans, (k, w)."""
     return view_rows(dense.spans, dense.num_spans, dense.width)
 
 
-@making
+@inner_with_arrays
 def span_weights(dense: Record) -> NDArray[np.float32]:
     """Return the weights of the spans, (k,)."""
     return view_f32(dense.weights, dense.num_spans)
@@ -226,7 +226,7 @@ def exact_narrow(exact: Record, lo: int, hi: int, depth: int, token: int) -> tup
     return np.int64(a), np.int64(b)
 
 
-@door
+@kernel
 def exact_successors(
     exact: Record,
     lo: int,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels import calibration, levels, recycling, unigram
 from retrieve_spec.kernels import request as state
-from retrieve_spec.kernels.compiled_code import making, making_door, part
+from retrieve_spec.kernels.compiled_code import inlined, inner_with_arrays, kernel_with_arrays
 from retrieve_spec.kernels.expand import expand
 from retrieve_spec.kernels.learn import learn
 from retrieve_spec.kernels.source_table import (
@@ -43,7 +43,7 @@ MIN_ORIGIN = 8
 """Shortest match for which a drafted token's origin in a store is given."""
 
 
-@part
+@inlined
 def observe(
     request: Record,
     emitted: NDArray[np.int32],
@@ -77,7 +77,7 @@ def observe(
     state.catch_up(request)
     roots = state.stored_cursors(request)
     request.position = request.length + request.position_offset
-    unigram.ask_for(table[request.text_source + 1].unigram, emitted)
+    unigram.prefetch_tokens(table[request.text_source + 1].unigram, emitted)
     state.enable_sources(request)
     learns_seldom = request.has_stores == 1 and request.tokens_learned >= state.FIRST_TOKENS
     learn(request, emitted, state.LATER_EVERY if learns_seldom else 1, stores)
@@ -94,7 +94,7 @@ def observe(
     return appended
 
 
-@part
+@inlined
 def _recycle(
     table: NDArray[Any],
     tails: NDArray[np.int32],
@@ -110,7 +110,7 @@ def _recycle(
             recycling.learn_rows(recycling_sets(known), entries, tails, lens, top_ids, top_logits, memory)
 
 
-@part
+@inlined
 def _judge(request: Record, first: int) -> None:
     """Learn from the acceptance of the last draft, or, if none was made, whether its first token would be right."""
     counts = state.drafts_of(request, request.sampled)
@@ -121,7 +121,7 @@ def _judge(request: Record, first: int) -> None:
     request.first_p = 0.0
 
 
-@making
+@inner_with_arrays
 def depth_first(
     nodes: NDArray[np.int64],
     node_p: NDArray[np.float32],
@@ -182,7 +182,7 @@ def depth_first(
             origins[i - 1] = origins[i] - 1
 
 
-@part
+@inlined
 def write_tree(
     table: NDArray[Any],
     nodes: NDArray[np.int64],
@@ -212,7 +212,7 @@ def write_tree(
     )
 
 
-@part
+@inlined
 def find_origins(request: Record, num_nodes: int, out: NDArray[np.int64]) -> None:
     """Find each node's origin: the longest match of its path with suffix arrays and neighbours.
 
@@ -241,7 +241,7 @@ def find_origins(request: Record, num_nodes: int, out: NDArray[np.int64]) -> Non
                     out[i] = (segment.segment << ORIGIN_BITS) | position
 
 
-@making_door
+@kernel_with_arrays
 def propose(
     address: int,
     cost: NDArray[np.float32],
@@ -303,7 +303,7 @@ def propose(
     return room, expected_accepted, tree
 
 
-@making_door
+@kernel_with_arrays
 def longest_match(address: int, stores: int | None) -> int:
     """Return the longest match length of any source at the text's end, except for neighbours."""
     request = state.request_at(address)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from retrieve_spec.kernels.compiled_code import door, inner, making_door
+from retrieve_spec.kernels.compiled_code import inner, kernel, kernel_with_arrays
 
 SEPARATOR = 0
 """Local id between documents."""
@@ -51,7 +51,7 @@ def sa_upper(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
     return sa_lower(tokens, sa, lo, min(lo + step, hi), depth, token + 1)
 
 
-@door
+@kernel
 def sa_narrow(tokens, sa, lo, hi, depth, token):  # type: ignore[no-untyped-def]
     """Narrow an interval to the suffixes whose next token is `token`.
 
@@ -105,7 +105,7 @@ def _run_end(tokens, sa, lo, hi, depth, unit, block, n_blocks, token):  # type: 
     return left
 
 
-@door
+@kernel
 def sa_successors(tokens, sa, lo, hi, depth, max_reads, out_tokens, out_counts):  # type: ignore[no-untyped-def]
     """Count the next tokens of an interval, exactly or from a systematic sample.
 
@@ -158,7 +158,7 @@ def _pack(tokens, start, n_tokens, width, bits):  # type: ignore[no-untyped-def]
     return key
 
 
-@making_door
+@kernel_with_arrays
 def sa_top_table(tokens, sa, bits):  # type: ignore[no-untyped-def]
     """Pack the beginning of every ``1 << TOP_SHIFT``-th suffix: (⌈m / 64⌉,) uint64."""
     width = 64 // bits
@@ -205,7 +205,7 @@ def _suffix_not_below(tokens, sa, lo, hi, skip, pattern, start, n, above):  # ty
     return lo
 
 
-@door
+@kernel
 def sa_search(tokens, sa, top, bits, pattern, start, n):  # type: ignore[no-untyped-def]
     """Find the interval of ``pattern[start : start + n]``.
 
@@ -246,7 +246,7 @@ def sa_search(tokens, sa, top, bits, pattern, start, n):  # type: ignore[no-unty
     return left, right
 
 
-@door
+@kernel
 def sa_longest(tokens, sa, top, bits, recent, n, longest):  # type: ignore[no-untyped-def]
     """Find the longest suffix of ``recent[:n]``, of at most `longest` tokens, that occurs.
 

@@ -6,14 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.automaton import COUNT, COUNTED, LENGTH, LINK, degree, step, successors
-from retrieve_spec.kernels.compiled_code import making, making_door
+from retrieve_spec.kernels.compiled_code import inner_with_arrays, kernel_with_arrays
 
 _WAITING = 256
 """Most waiting continuations."""
 F_STATE, F_TOKEN, F_PARENT, F_DEPTH, F_COUNT = range(5)
 
 
-@making
+@inner_with_arrays
 def _grow(
     states: NDArray[np.int32],
     edges: NDArray[np.int32],
@@ -73,7 +73,7 @@ def _grow(
                 front[i, j] = front[i + 1, j]
 
 
-@making_door
+@kernel_with_arrays
 def speculate(
     states: NDArray[np.int32],
     edges: NDArray[np.int32],

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import door, making_door
+from retrieve_spec.kernels.compiled_code import kernel, kernel_with_arrays
 
 BLOCK = 128
 """Width of the blocks whose maxima `row_topk` uses."""
 
 
-@door
+@kernel
 def row_topk(
     logits: NDArray[np.float32],
     maxima: NDArray[np.float32],
@@ -63,7 +63,7 @@ def row_topk(
     return unordered
 
 
-@door
+@kernel
 def collect_at_least(row: NDArray[np.float32], floor: float, ids: NDArray[np.int32]) -> int:
     """Write the indices of the entries of `row` (v,) that are >= `floor` to `ids`, in order; return how many (<= v)."""
     v = row.shape[0]
@@ -83,7 +83,7 @@ def collect_at_least(row: NDArray[np.float32], floor: float, ids: NDArray[np.int
     return count
 
 
-@making_door
+@kernel_with_arrays
 def block_maxima(row: NDArray[np.float32]) -> NDArray[np.float32]:
     """(v // BLOCK,) maxima of the full blocks of `row` (v,), for callers that hold one row."""
     maxima = np.empty(row.shape[0] // BLOCK, np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import door, part
+from retrieve_spec.kernels.compiled_code import inlined, kernel
 
 ORIGINS, TOKENS, PARENTS, DEPTHS, LOG_P, SOURCES, BLOCK_ROWS = 0, 2, 3, 4, 5, 6, 7
 """Rows of a tree's block (`BLOCK_ROWS`, n) int32: n int64 in the first two, n float32, n uint8 in the last, all others
@@ -60,7 +60,7 @@ def fill_tree_mask(
     np.logical_and(unpacked(visible_rows(parent, num_roots)), slots >= first[:, None], out=mask[:, cached:])
 
 
-@door
+@kernel
 def see_ancestors(parent: NDArray[np.int32], num_roots: int, words: NDArray[np.int32]) -> None:
     """Write the attention mask of a pass over m root tokens, then n nodes, as bits.
 
@@ -81,7 +81,7 @@ def see_ancestors(parent: NDArray[np.int32], num_roots: int, words: NDArray[np.i
         words[i, i >> 5] |= np.int32(-(1 << 31)) if i & 31 == 31 else np.int32(1 << (i & 31))
 
 
-@door
+@kernel
 def find_child(parent: NDArray[np.int32], token_ids: NDArray[np.int32], node: int, token_id: int) -> int:
     """Return the child of `node` (-1: the root) that carries `token_id`, -1 if none does."""
     for i in range(node + 1, parent.shape[0]):
@@ -90,7 +90,7 @@ def find_child(parent: NDArray[np.int32], token_ids: NDArray[np.int32], node: in
     return -1
 
 
-@part
+@inlined
 def node_tails(
     token_ids: NDArray[np.int32],
     parent: NDArray[np.int32],

@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import door, inner
+from retrieve_spec.kernels.compiled_code import inner, kernel
 
 END = -1
 """Token after the end of a span, which sorts before all others."""
@@ -88,7 +88,7 @@ def share(spans: NDArray[np.int32], weight: NDArray[np.float32], lo: int, hi: in
     return part / total if total > 0 else 0.0
 
 
-@door
+@kernel
 def dense_length(similarity: NDArray[np.float32], spans: NDArray[np.int32], lo: int, hi: int, depth: int) -> int:
     """Return the match length used for a node of a trie of spans: by similarity, plus the tokens followed since.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner, making
+from retrieve_spec.kernels.compiled_code import inner, inner_with_arrays
 from retrieve_spec.kernels.views import Record, prefetch, view_f32, view_i32, view_i64, view_rows
 
 RECENT, FREQUENT = 32, 32
@@ -96,7 +96,7 @@ def _rise(stats: NDArray[np.int32], frequent: NDArray[np.int32], meta: NDArray[n
 
 
 @inner
-def ask_for(listing: Record, token_ids: NDArray[np.int32]) -> None:
+def prefetch_tokens(listing: Record, token_ids: NDArray[np.int32]) -> None:
     """Prefetch what `extend` will read."""
     stats, known = listing.stats, listing.num_stats
     recent, frequent = view_i32(listing.recent, RECENT), view_i32(listing.frequent, FREQUENT)
@@ -110,12 +110,12 @@ def ask_for(listing: Record, token_ids: NDArray[np.int32]) -> None:
         prefetch(stats + 4 * STATS * frequent[i])
 
 
-@making
+@inner_with_arrays
 def _meta(listing: Record) -> NDArray[np.int64]:
     return view_i64(listing.meta, LIST_META)
 
 
-@making
+@inner_with_arrays
 def _stats(listing: Record) -> NDArray[np.int32]:
     return view_rows(listing.stats, listing.num_stats, STATS)
 
@@ -184,12 +184,12 @@ def evidence(listing: Record) -> tuple[int, int]:
     return np.int64(meta[NUM_TOKENS]), np.int64(meta[DISTINCT])
 
 
-@making
+@inner_with_arrays
 def _factors(listing: Record, row: int) -> NDArray[np.float32]:
     return view_f32(listing.factors + 8 * CLASSES * row, 2 * CLASSES)
 
 
-@making
+@inner_with_arrays
 def shares_at(listing: Record, place: int) -> NDArray[np.float32]:
     """Return the shares of the listed tokens at a place, (LISTED,), computed on first use."""
     meta, versions = _meta(listing), view_i64(listing.versions, PLACES)
@@ -248,7 +248,7 @@ def _fade(of: NDArray[np.float32], at: int) -> float:
     return 1.0 - 1.0 / RATE_MEMORY if of[at + 1] > RATE_MEMORY else 1.0
 
 
-@making
+@inner_with_arrays
 def learn(listing: Record, place: int, token: int, reached: float, explained: float) -> None:
     """Learn from a token at a place, where the list was reached, and explained it, with these probabilities."""
     tokens, cells = view_i32(listing.tokens, LISTED), view_i32(listing.cells, LISTED)

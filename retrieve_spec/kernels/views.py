@@ -68,7 +68,7 @@ if config.DISABLE_JIT:
         """Return the int64 at an address; what threads wrote before they took the last ticket is then visible."""
         return int(np.ctypeslib.as_array((ctypes.c_int64 * 1).from_address(int(address)))[0])
 
-    def place_among_eight(address: int, token: int) -> int:
+    def index_among_eight(address: int, token: int) -> int:
         """Return the index of the first of eight int32 at an address that equals `token`, 8 if none does."""
         return [*np.ctypeslib.as_array((ctypes.c_int32 * 8).from_address(int(address))).tolist(), token].index(token)
 
@@ -169,7 +169,7 @@ else:
         return types.int64(types.int64), codegen
 
     @intrinsic
-    def place_among_eight(_context: Any, address: Any, token: Any) -> Any:
+    def index_among_eight(_context: Any, address: Any, token: Any) -> Any:
         """Return the index of the first of eight int32 at an address that equals `token`, 8 if none does.
 
         All eight are compared at once, without an unpredictable branch.

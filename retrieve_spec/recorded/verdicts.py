@@ -32,7 +32,7 @@ from torch.nn.modules import module as torch_wide
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retrieve_spec.config import PASS, SpeculationConfig, cache_dir
-from retrieve_spec.datastore.files import put_in_place
+from retrieve_spec.datastore.files import write_atomically
 from retrieve_spec.drafting.drafter import Layer
 from retrieve_spec.errors import in_a_line
 from retrieve_spec.recorded.model_state import plain_attributes
@@ -129,7 +129,7 @@ class KeptFindings:
         content = json.dumps({"found": self._found, "sum": _sum(self._found)}).encode()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            put_in_place(self._path, lambda file: file.write(content))
+            write_atomically(self._path, lambda file: file.write(content))
         except OSError as error:
             logger.debug("verdicts are not kept: %s", error)
 

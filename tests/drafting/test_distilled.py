@@ -15,7 +15,7 @@ from filelock import FileLock
 import retrieve_spec as rs
 from retrieve_spec.cli import cli
 from retrieve_spec.datastore.build import add_documents, create_datastore
-from retrieve_spec.datastore.distilled import keep_distilled, observed
+from retrieve_spec.datastore.distilled import add_distilled, observed
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, retokenize_datastore
 from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.observations import Observations
@@ -41,7 +41,7 @@ def said(*contexts):
 
 def keep(store, observations, model="model:1"):
     """Keep a table of them beside a store, and return the store with it."""
-    keep_distilled(observations, 1 << 8, store.path, model)
+    add_distilled(observations, 1 << 8, store.path, model)
     return open_datastore(store.path)
 
 
@@ -115,7 +115,7 @@ def test_a_table_without_one_of_its_files_is_a_damaged_store(store, tmp_path):
     (folder_of(store) / "probs").unlink()
     for change in (
         verify_datastore,
-        lambda path: keep_distilled(said(([6], (8, 9))), 1 << 8, path, "model:1"),
+        lambda path: add_distilled(said(([6], (8, 9))), 1 << 8, path, "model:1"),
         lambda path: push_datastore(path, f"file://{tmp_path}/remote"),
     ):
         with pytest.raises(StoreCorruptError, match="probs, got no such file"):
@@ -183,7 +183,7 @@ def test_a_store_with_tables_is_of_a_format_that_earlier_versions_refuse(store):
 def test_a_table_alone_is_a_store_to_pull_and_merge(numbers, tmp_path):
     url = f"file://{tmp_path}/remote"
     create_datastore(tmp_path / "store", numbers)
-    keep_distilled(said(([5], (7, 9))), 1 << 8, tmp_path / "store", "model:1")
+    add_distilled(said(([5], (7, 9))), 1 << 8, tmp_path / "store", "model:1")
     push_datastore(tmp_path / "store", url)
     pull_datastore(url, tmp_path / "pulled")
     merge_datastores(tmp_path / "merged", [tmp_path / "store"])
@@ -265,7 +265,7 @@ def test_what_another_process_writes_meanwhile_is_waited_for_and_kept(reference_
     lock = FileLock(store / "lock", thread_local=False)
 
     def write(report):  # which has written a table, and goes on writing when the work is done
-        keep_distilled(
+        add_distilled(
             Observations.joined(observed(store, open_datastore(store).manifest, before.model)), 8, store, before.model
         )
         lock.acquire()

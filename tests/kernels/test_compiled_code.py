@@ -14,10 +14,10 @@ from retrieve_spec.kernels import compiled_code, step
 from retrieve_spec.kernels.compiled_code import (
     WHY_IT_TAKES_LONG,
     compiles,
-    compiling_logged,
     drop_stale,
     inner,
-    told_of_compiling,
+    log_compiling,
+    report_compiling,
 )
 from retrieve_spec.kernels.cpu import layer_rows
 
@@ -69,7 +69,7 @@ def test_what_only_kernels_call_is_optimised_with_its_callers_alone() -> None:
 @pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="nothing is compiled")
 def test_the_code_of_a_kernel_lies_where_it_is_looked_for() -> None:
     for kernel in (layer_rows.gate_row, step.propose):
-        assert compiled_code.code_folder(kernel.py_func) == Path(kernel.stats.cache_path)
+        assert compiled_code.cache_folder(kernel.py_func) == Path(kernel.stats.cache_path)
 
 
 def test_only_older_code_is_dropped(tmp_path: Path) -> None:
@@ -91,14 +91,14 @@ def test_compiling_is_logged_and_told_of_kernel_by_kernel(
     for kernel, name in ((called, "called"), (outer, "outer")):
         kernel.py_func.__module__, kernel.py_func.__name__ = "retrieve_spec.kernels.made_up", name
     told: list[str] = []
-    with caplog.at_level(logging.WARNING), told_of_compiling(told.append), compiling_logged():
+    with caplog.at_level(logging.WARNING), report_compiling(told.append), log_compiling():
         assert of_somebody_else(1) == 1
         assert told == [] and not caplog.records
         assert outer(1) == 4
         assert outer(2) == 6
         assert [record.message for record in caplog.records] == [WHY_IT_TAKES_LONG]
         monkeypatch.setattr(compiled_code, "TOLD_EVERY_S", 0.0)
-        with compiling_logged():
+        with log_compiling():
             assert outer(1.0) == 4.0
     assert told == ["made_up.outer", "made_up.called"] * 2
     assert [record.message for record in caplog.records[1:]] == [

@@ -13,7 +13,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import door, inner
+from retrieve_spec.kernels.compiled_code import inner, kernel
 from retrieve_spec.kernels.cpu.number_formats import LIKE, bytes_of, narrow, view_numbers, wide
 
 _REASSOCIATE = {"reassoc", "nsz"}
@@ -27,7 +27,7 @@ def _sum_of_squares(row: NDArray[Any]) -> np.float32:
     return total
 
 
-@door
+@kernel
 def normalise_rows(
     x: int, other: int, weight: int, total: int, out: int, rows: int, width: int, eps: np.float32, like: Any
 ) -> None:
@@ -47,7 +47,7 @@ def normalise_rows(
             normed[i] = narrow(wide(narrow(wide(given[i]) * factor, like)) * wide(factors[i]), like)
 
 
-@door
+@kernel
 def rotate_heads(
     x: int, cos: int, sin: int, out: int, heads: int, rows: int, half: int, head_stride: int, row_stride: int,
     like: Any,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner, part
+from retrieve_spec.kernels.compiled_code import inlined, inner
 from retrieve_spec.kernels.cpu.amx_code import MOST_BLOCKS, TILE_BYTES, amx_interleave, amx_product
 from retrieve_spec.kernels.cpu.number_formats import bytes_of, is_bfloat16, wide
 from retrieve_spec.kernels.cpu.vector_code import (
@@ -98,7 +98,7 @@ def interleave_block(x: int, block: int, rows: int, chunks: int, out: int, like:
     _interleave(like, x + 64 * chunks * first, rows - first - 1, chunks, out + TILE_BYTES * chunks * block)
 
 
-@part
+@inlined
 def multiply_panel(
     weight: int, begin: int, bits: int, rows: int, groups: int, q: int, scales: int, sums: int, bias: int, out: int,
     stride: int, like: Any,

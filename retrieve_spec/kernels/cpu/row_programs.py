@@ -23,7 +23,7 @@ from numba import cfunc, config, types
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from retrieve_spec.kernels.compiled_code import inner, part
+from retrieve_spec.kernels.compiled_code import inlined, inner
 from retrieve_spec.kernels.cpu.amx_code import amx_configure, amx_release
 from retrieve_spec.kernels.cpu.layer_rows import gate_row, normalise_rows, rotate_heads
 from retrieve_spec.kernels.cpu.number_formats import LIKE, bytes_of
@@ -38,9 +38,9 @@ from retrieve_spec.kernels.cpu.packed_products import (
 from retrieve_spec.kernels.cpu.tree_attention import (
     QUERIES,
     TEXT_FIELDS,
+    append_row,
     attend_part,
     attention_parts,
-    keep_row,
 )
 from retrieve_spec.kernels.cpu.vector_code import GROUP, LANES, UNPACKED
 from retrieve_spec.kernels.cpu.vector_units import UNITS, has_bfloat16_products, unit_here
@@ -110,7 +110,7 @@ def _wait(address: int, tickets: int) -> None:
             _leave_core()
 
 
-@part
+@inlined
 def _do_panel(
     step: NDArray[np.int64], parts: NDArray[np.int64], at: NDArray[np.int64], rows: int, panel: int, like: Any
 ) -> None:
@@ -159,7 +159,7 @@ def _do_row(step: NDArray[np.int64], at: NDArray[np.int64], rows: int, row: int,
 _HEADER = 9
 
 
-@part
+@inlined
 def _run(address: int, like: Any) -> None:
     """Run a program in all threads that call this; `address` points to the numbers of `RowProgram.run`."""
     numbers = view_i64(address, _HEADER)
@@ -193,7 +193,7 @@ def _run(address: int, like: Any) -> None:
                     like,
                 )  # fmt: skip
             elif step[0] == _KEEP:
-                keep_row(by_text, unit, at[step[1]], at[step[2]], step[3], step[4], step[5], step[6], like)
+                append_row(by_text, unit, at[step[1]], at[step[2]], step[3], step[4], step[5], step[6], like)
             elif step[0] == _INTERLEAVE:
                 interleave_block(at[step[1]], unit, rows, step[3], at[step[2]], like)
             else:

@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner, part
+from retrieve_spec.kernels.compiled_code import inlined, inner
 from retrieve_spec.kernels.cpu.layer_rows import exp
 from retrieve_spec.kernels.cpu.number_formats import bytes_of, is_bfloat16, narrow, view_numbers, wide
 from retrieve_spec.kernels.cpu.packed_products import block_of
@@ -63,7 +63,7 @@ def _copy(of: int, to: int, count: int, like: Any) -> None:
 
 
 @inner
-def _lay_query(of: int, to: int, chunks: int, apart: int, like: Any) -> None:
+def _copy_query(of: int, to: int, chunks: int, apart: int, like: Any) -> None:
     """Copy a query in chunks that correspond to 64 bytes of a key: as bfloat16 if the unit multiplies pairs of these,
     else as float32."""
     size = bytes_of(like)
@@ -78,8 +78,8 @@ def _lay_query(of: int, to: int, chunks: int, apart: int, like: Any) -> None:
                 laid[i] = wide(given[i])
 
 
-@part
-def keep_row(
+@inlined
+def append_row(
     by_text: NDArray[np.int64], row: int, keys: int, values: int, layer: int, kv_heads: int, d: int, dv: int,
     like: Any,
 ) -> None:  # fmt: skip
@@ -144,7 +144,7 @@ def _share(scores: NDArray[np.float32], scale: np.float32) -> np.float32:
     return np.float32(total) / _UNIT  # type: ignore[no-any-return]
 
 
-@part
+@inlined
 def attend_part(
     by_text: NDArray[np.int64], number: int, queries: int, out: int, shape: NDArray[np.int64], scale: np.float32,
     softcap: np.float32, scratch: int, like: Any,
@@ -180,7 +180,7 @@ def attend_part(
         for q in range(first_query, min(first_query + block, count)):
             head = (first + (begin + q) // groups) * heads + h * groups + (begin + q) % groups
             chunk_bytes = query_bytes // chunks
-            _lay_query(
+            _copy_query(
                 queries + size * head * d, laid + chunk_bytes * (q - first_query), chunks, chunk_bytes * block, like
             )
         for j in range(start, last, _WIDTH):  # values after the last row are read but not used
