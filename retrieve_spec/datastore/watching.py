@@ -59,7 +59,7 @@ def changes(folders: Sequence[Path], stop: threading.Event | None = None) -> Ite
             if polling or not any(sign in str(error) for sign in ("watch limit", "Too many open files")):
                 raise
             log.warning(
-                "the system's limit on watches is reached, so folders are polled every %d s; to raise it: "
+                "the system's limit on watches is reached, so folders are polled every %d s; to raise the limits: "
                 "sudo sysctl fs.inotify.max_user_watches=1048576 fs.inotify.max_user_instances=1024",
                 LOOK_MS // 1000,
             )

@@ -19,11 +19,11 @@ def counts_of(text: list[int], depth: int) -> Counter[tuple[int, ...]]:
 
 def speculate(
     text: list[int], factor: float, nodes: int, depth: int, tree_depth: int, min_p: float
-) -> list[tuple[tuple[int, ...], float]]:
-    """Drafted (path, probability) pairs of the best-scored match length; equal probabilities in any order."""
+) -> list[list[tuple[tuple[int, ...], float]]]:
+    """Drafted (path, probability) pairs of each match length with the best score; equal probabilities in any order."""
     seen = counts_of(text, tree_depth)
     tokens = sorted(set(text))
-    best: list[tuple[tuple[int, ...], float]] = []
+    drafts: list[list[tuple[tuple[int, ...], float]]] = [[]]
     for m in range(1, min(len(text), tree_depth)):
         match = tuple(text[-m:])
         if seen[match] < 2:
@@ -41,6 +41,6 @@ def speculate(
                 q = -p * n / seen[(*match, *path)]
                 if n and q >= min_p:
                     heapq.heappush(front, (-q, next(order), (*path, token)))
-        if sum(p for _, p in taken[1:]) >= sum(p for _, p in best) - 1e-12:
-            best = taken[1:]
-    return best
+        drafts.append(taken[1:])
+    scores = [sum(p for _, p in draft) for draft in drafts]
+    return [draft for draft, score in zip(drafts, scores, strict=True) if score > max(scores) - 1e-12]

