@@ -48,7 +48,7 @@ def _quotas() -> Iterator[tuple[str, str]]:
 
 
 def _values(controller: str, name: str) -> list[list[str]]:
-    """Yield the words of a file of the process's control group and of each group above that has it; all limits hold.
+    """Return the words of a file of the process's control group and of each group above that has it; all limits hold.
 
     Parameters
     ----------

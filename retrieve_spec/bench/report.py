@@ -314,7 +314,7 @@ def facts(summary: dict[str, Any]) -> str:
 
 
 def sections(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """Yield the tables of a report as `title`, `text`, `head` and `rows`, losing cases first."""
+    """Return the tables of a report as `title`, `text`, `head` and `rows`, losing cases first."""
     made = [*_losing(summary), _overview(summary), _tasks(summary), _costs(summary)]
     return made + [part for part in (_divergences(summary), _sources(summary)) if part["rows"]]
 

@@ -364,7 +364,7 @@ def sample_states(
     most: int,
     tick: Callable[[int], object],
 ) -> Iterator[NDArray[np.float32]]:
-    """Return the hidden states of about `most` positions, from random windows of all segments."""
+    """Yield the hidden states of about `most` positions, from random windows of all segments."""
     possible = sum(int(taken.sum()) for _, _, taken in parts)
     for segment, windows, taken in parts:
         share = -(-most * int(taken.sum()) // possible)

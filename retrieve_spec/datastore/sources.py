@@ -347,7 +347,7 @@ def _sources_of(file: Path, source: dict[str, Any]) -> list[Source]:
 
 
 def _distributions(template: Source) -> list[Source]:
-    """Yield a source per package or module of every installed distribution, in the order of their names."""
+    """Return a source per package or module of every installed distribution, in the order of their names."""
     sources = {}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"]

@@ -91,7 +91,7 @@ def scan_folder(
 
 
 def _texts(entries: EntryFilter, file: SourceFile) -> Iterator[list[Any]]:
-    """Return suffix of the name, SHA-256 or "", reason or "", and own licence of every text in a file."""
+    """Yield suffix of the name, SHA-256 or "", reason or "", and own licence of every text in a file."""
     for text in texts_of([file], FOLLOWED_BYTES):
         content, skip = read_text(text, entries)
         rest = text.path[len(file.path) :]

@@ -310,7 +310,7 @@ def why_prepared_delegated(call: PreparedCall) -> str:
 
 
 def _held(cache: Any) -> Iterator[int]:
-    """Return the number of tokens in each layer of a cache, empty layers left out."""
+    """Yield the number of tokens in each layer of a cache, empty layers left out."""
     for layer in decoder_cache(cache).layers:
         if getattr(layer, "keys", None) is not None and layer.keys.numel():
             yield layer.get_seq_length()

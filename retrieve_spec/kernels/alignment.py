@@ -291,7 +291,7 @@ def extend(copies: Record, tokens: NDArray[np.int32], said: int) -> None:
 
 @inner
 def best(copies: Record, cursors: NDArray[np.int64], c: int) -> None:
-    """Write the cursor of a source's best alignment to `out`."""
+    """Write the cursor of a source's best alignment to row ``c`` of the cursors; all 0 if there is none."""
     kept = view_i64_rows(copies.kept, 1, WIDTH)
     found = view_i64(copies.meta, COPY_META)[1]
     for j in range(CURSOR):

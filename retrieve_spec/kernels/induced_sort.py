@@ -77,7 +77,7 @@ def count_tokens(text, size):  # type: ignore[no-untyped-def]
 
 @kernel_with_arrays
 def find_borders(text, buffer):  # type: ignore[no-untyped-def]
-    """Write the borders of a text, in ascending order, to the end of a buffer."""
+    """Write the borders of a text, in ascending order, to the end of a buffer; return that part."""
     at = len(buffer)
     is_s, following = False, text[len(text) - 1]
     for i in range(len(text) - 2, -1, -1):
@@ -92,7 +92,7 @@ def find_borders(text, buffer):  # type: ignore[no-untyped-def]
 
 @inner
 def _starts(counts, out):  # type: ignore[no-untyped-def]
-    """Return the starts of the buckets of suffixes by first token."""
+    """Write the starts of the buckets of suffixes by first token."""
     total = 0
     for token in range(len(counts)):
         out[token] = total
@@ -101,7 +101,7 @@ def _starts(counts, out):  # type: ignore[no-untyped-def]
 
 @inner
 def _ends(counts, out):  # type: ignore[no-untyped-def]
-    """Return the ends of the buckets of suffixes by first token."""
+    """Write the ends of the buckets of suffixes by first token."""
     total = 0
     for token in range(len(counts)):
         total += counts[token]

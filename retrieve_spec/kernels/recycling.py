@@ -218,7 +218,7 @@ def _average(
 
 @inlined
 def softmax(logits: NDArray[np.float32], row: int, out: NDArray[np.float32]) -> None:
-    """Return the softmax over a row's top tokens only; calibration accounts for the missing tail."""
+    """Write the softmax over a row's top tokens only; calibration accounts for the missing tail."""
     top = np.float64(logits[row, 0])
     total = 0.0
     for i in range(len(out)):

@@ -164,7 +164,7 @@ def ngram_counts(ngram: Record) -> NDArray[np.uint32]:
 
 @inner_with_arrays
 def text_u16(exact: Record) -> NDArray[np.uint16]:
-    """Return the text of a segment with at most 2^16 ids (`EXACT_ITEMSIZE` 2), (n,)."""
+    """Return the text of a segment with at most 2^16 ids, (n,)."""
     return view_u16(exact.tokens, exact.length)
 
 

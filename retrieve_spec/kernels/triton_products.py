@@ -231,7 +231,7 @@ def _multiply(
     biases: Sequence[torch.Tensor | None],
     outs: Sequence[torch.Tensor],
 ) -> None:
-    """Launch the product; return (splits, rows, outputs) by layer."""
+    """Launch the product, which writes (splits, rows, outputs) for each layer to `outs`."""
     rows, inputs = x.shape[-2:]
     splits, packed = len(outs[0]), _is_packed(weights[0])
     added = [bias.contiguous() for bias in biases if bias is not None]

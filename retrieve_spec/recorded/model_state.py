@@ -109,7 +109,7 @@ class ModelState:
         return list(map(type, chain(map(operator.getitem, *self._numbers), *lists)))
 
     def _containers(self) -> Iterator[Any]:
-        """Return the dictionaries that every snapshot reads; of modules in `_partly` only a part is read."""
+        """Yield the dictionaries that every snapshot reads; of modules in `_partly` only a part is read."""
         yield from (torch_wide._global_forward_hooks, torch_wide._global_forward_pre_hooks)
         partly = set(map(id, self._partly))
         configs = {}

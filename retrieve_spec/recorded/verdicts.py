@@ -248,7 +248,7 @@ def _describe_function(function: Any) -> list[Any]:
 
 
 def _hooks(model: nn.Module) -> Iterator[tuple[int, Any]]:
-    """Return the hooks around forwards with the indices of their modules; -1 for hooks of all modules."""
+    """Yield the hooks around forwards with the indices of their modules; -1 for hooks of all modules."""
     everywhere = torch_wide._global_forward_hooks, torch_wide._global_forward_pre_hooks
     yield from ((-1, hook) for hooks in everywhere for hook in hooks.values())
     for number, module in enumerate(model.modules()):
@@ -271,7 +271,7 @@ def _describe(value: Any) -> Any:
 
 
 def _samples(model: nn.Module) -> Iterator[bytes]:
-    """Return the kind of each tensor, and some of its numbers."""
+    """Yield the kind of each tensor, and some of its numbers."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield f"{name} {type(tensor)} {tensor.dtype} {tensor.device} {tuple(tensor.shape)}".encode()
         if tensor.numel():

@@ -108,7 +108,7 @@ def _rows_of_exact_passes(model: Any) -> int:
 
 
 def _ways(model: Any, layer: Layer) -> list[tuple[Any, list[int]]]:
-    """Yield how to record a model, fast ways first: the kernels for rows, and which layers stand for others."""
+    """Return how to record a model, fast ways first: the kernels for rows, and which layers stand for others."""
     kernels = _row_kernels(model)
     ways: list[tuple[Any, list[int]]] = [(kernels, [])]
     if layer == "last" and (like := copied_layers(model)):

@@ -467,7 +467,7 @@ class SlotPool:
             self.drop(min((slot for slot in free if kept[slot.scope] == most), key=lambda slot: slot.used))
 
     def release(self, slot: Slot, token_ids: Sequence[int] | None) -> None:
-        """Return a cache that contains a prefix of the tokens (of its length); None: do not keep it."""
+        """Take back a cache that contains a prefix of the tokens (of its length); None: do not keep it."""
         slot.held, slot.copied = False, None
         length, most = (0, 0) if token_ids is None else (self._backend.cache_length(slot.cache), len(token_ids))
         if token_ids is None or slot.dropped or (length > most and not self._backend.crop(slot.cache, most)):

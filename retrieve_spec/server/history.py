@@ -145,7 +145,7 @@ def _role(message: Mapping[str, Any], place: str, left_out: list[str]) -> str:
 
 
 def _system_turns(role: str, message: Mapping[str, Any], place: str, left_out: list[str]) -> Iterator[Turn]:
-    """Return the parts of instructions as turns, without a line that changes with every request."""
+    """Yield the parts of instructions as turns, without a line that changes with every request."""
     content = message.get("content")
     others = {key: value for key, value in message.items() if key not in ("role", "content", "tool_calls")}
     for part in content if isinstance(content, list) else [content]:

@@ -209,7 +209,7 @@ class CompletionServer(LanguageServer):
 
     @contextlib.asynccontextmanager
     async def _bar(self, token: str, title: str) -> AsyncIterator[None]:
-        """Return a progress bar, if the client supports them."""
+        """Show a progress bar during the block, if the client supports them."""
         window = self.client_capabilities.window
         if not (window and window.work_done_progress):
             yield

@@ -174,7 +174,7 @@ class AnswerReader:
         self._state = "gap" if not self._held or (may_be_mark and not ended) else "answer"
 
     def _thought(self, ended: bool) -> Iterator[Thought]:
-        """Return the certain part of a thought, without blanks around it."""
+        """Yield the certain part of a thought, without blanks around it."""
         assert self._tags is not None
         close, thought = self._tags.close, self._held
         end = thought.find(close)

@@ -494,7 +494,7 @@ def _failed(head: dict[str, Any], code: str, message: str) -> dict[str, Any]:
 
 
 async def _too_long(head: dict[str, Any], refusal: TooLong) -> AsyncGenerator[bytes, None]:
-    """Return the stream for a prompt that does not fit; clients shorten the prompt only after this event."""
+    """Yield the stream for a prompt that does not fit; clients shorten the prompt only after this event."""
     yield event({"type": "response.created", "sequence_number": 0, "response": head})
     failed = _failed(head, TooLong.code, refusal.told)
     yield event({"type": "response.failed", "sequence_number": 1, "response": failed})

@@ -113,7 +113,7 @@ def by_single_steps(steps: SingleSteps, drafts: list[Draft]) -> Reference:
 
 
 def row_texts(drafts: list[Draft]) -> Iterator[list[int]]:
-    """Return the tokens before each row of the passes over drafts: those committed earlier, and the path to it."""
+    """Yield the tokens before each row of the passes over drafts: those committed earlier, and the path to it."""
     text: list[int] = []
     for draft in drafts:
         text.append(draft.root)
@@ -307,7 +307,7 @@ def is_exact(model: Any) -> bool:
 
 
 def _quantised(model: Any) -> Iterator[nn.Module]:
-    """Return the linear layers whose weights are not plain floating-point tensors."""
+    """Yield the linear layers whose weights are not plain floating-point tensors."""
     for module in model.modules():
         weight: Any = getattr(module, "weight", None)
         plain = type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point()
