@@ -272,7 +272,7 @@ class VerifyingMixer:
         """Run the mixer's forward in a pass."""
         raise NotImplementedError
 
-    def write_atomically(self) -> None:
+    def put_in_place(self) -> None:
         """Replace the module's forward."""
         self._own = vars(self.module).get("forward")
         vars(self.module)["forward"] = self.forward

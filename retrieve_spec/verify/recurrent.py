@@ -333,7 +333,7 @@ class RecurrentState:
             return
         running.tree, running.given, running.caches, running.thread = self._tree, given, caches, get_ident()
         for mixer in self._mixers:
-            mixer.write_atomically()
+            mixer.put_in_place()
         try:
             with flushed() if device.type == "cpu" else contextlib.nullcontext():
                 yield
