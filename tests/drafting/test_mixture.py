@@ -157,6 +157,19 @@ def test_prompt_logits_teach_recycling():
     assert drafter.propose(Budget(1, 1)).token_ids.tolist() == [30]
 
 
+@pytest.mark.parametrize(("prompt", "known"), [([0, 6], True), ([6], False)])
+def test_after_a_new_token_comes_what_followed_others_in_its_place(prompt, known):
+    """A text's first token is in no place after another, although arrays are 0 before it."""
+    drafter = MixtureDrafter()
+    drafter.start(np.array(prompt, np.int32))
+    ids = np.tile(np.arange(30, 38, dtype=np.int32), (len(prompt), 1))
+    drafter.observe_prompt(
+        np.array(prompt, np.int32), ids, np.linspace(4, 0, ids.size, dtype=np.float32).reshape(ids.shape)
+    )
+    drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array([0, 9], np.int32)))
+    assert (30 in drafter.propose(Budget(8, 1)).token_ids) == known
+
+
 def test_empty_beginnings():
     drafter = MixtureDrafter(session=SessionMemory(100))
     drafter.start(np.empty(0, np.int32))
