@@ -93,8 +93,9 @@ def _awq(get: Get, layer: str, _settings: dict[str, Any]) -> QuantizedWeight:
 def _gptq(get: Get, layer: str, settings: dict[str, Any]) -> QuantizedWeight:
     words, zeros, scales = _read(get, layer, "qweight", "qzeros", "scales")
     _check_order(get(f"{layer}.g_idx"), len(scales), layer)
-    subtracted = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1  # version 1 stores zero points less one
-    return QuantizedWeight(_unpacked(words, 0).T, scales.T, _unpacked(zeros, 1).T + subtracted)
+    if _layout(settings) == "gptq":  # zero points less one; a zero point of 0 has borrowed from the next one
+        zeros = zeros + 0x11111111
+    return QuantizedWeight(_unpacked(words, 0).T, scales.T, _unpacked(zeros, 1).T)
 
 
 def _compressed(get: Get, layer: str, _settings: dict[str, Any]) -> QuantizedWeight:
@@ -102,7 +103,10 @@ def _compressed(get: Get, layer: str, _settings: dict[str, Any]) -> QuantizedWei
     _check_order(get(f"{layer}.weight_g_idx"), scales.shape[1], layer)
     outputs, inputs = shape.tolist()
     zeros = get(f"{layer}.weight_zero_point")
-    zeros = torch.full(scales.shape, 8, dtype=torch.uint8) if zeros is None else _unpacked(zeros, 0)[:outputs]
+    if zeros is None:
+        zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
+    else:  # releases before 0.10 store them as int8, around 0
+        zeros = zeros + 8 if zeros.dtype == torch.int8 else _unpacked(zeros, 0)[:outputs]
     return QuantizedWeight(_unpacked(words, 1)[:, :inputs], scales, zeros)
 
 
@@ -112,6 +116,12 @@ _FORMATS: dict[str, tuple[str, Callable[[Get, str, dict[str, Any]], QuantizedWei
     "compressed-tensors": ("weight_packed", _compressed),
 }
 """By `quant_method`: a tensor that every quantised layer has, and the function that reads a layer."""
+_LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "awq": (("version", "checkpoint_format", "format"), ("gemm",)),
+    "gptq": (("checkpoint_format", "format"), ("gptq", "gptq_v2")),
+    "compressed-tensors": (("format",), ("pack-quantized",)),
+}
+"""By `quant_method`: settings that name the layout of weights, and supported layouts, the usual one first."""
 
 
 def convert(source: Path, config: PretrainedConfig, folder: Path) -> None:
@@ -192,10 +202,22 @@ def _settings(config: PretrainedConfig) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"weights that are not quantised, or by {', '.join(_FORMATS)}", str(method), _REMEDY
         )
-    bits = {group["weights"]["num_bits"] for group in groups.values()} or {settings.get("bits")}
+    weights = [group["weights"] for group in groups.values() if group["weights"]]  # others quantise activations
+    bits = {each["num_bits"] for each in weights} or {settings.get("bits")}
+    bits |= {layer["bits"] for layer in (settings.get("dynamic") or {}).values() if "bits" in layer}
     if bits != {_BITS}:
-        raise UnsupportedModelError("weights of 4 bits", f"{', '.join(map(str, bits))} bits", _REMEDY)
-    name, usual = ("version", "gemm") if method == "awq" else ("format", "pack-quantized")
-    if method != "gptq" and (layout := str(settings.get(name, usual)).lower()) != usual:
-        raise UnsupportedModelError(f"weights in the layout {usual}", layout, _REMEDY)
+        raise UnsupportedModelError("weights of 4 bits", f"{', '.join(sorted(map(str, bits)))} bits", _REMEDY)
+    layouts = _LAYOUTS[method][1]
+    if (layout := _layout(settings)) not in layouts:
+        raise UnsupportedModelError(f"weights in the layout {' or '.join(layouts)}", layout, _REMEDY)
+    transforms = (settings.get("transform_config") or {}).get("config_groups") or {}
+    places = {each["location"] for transform in transforms.values() for each in transform["apply"]}
+    if online := sorted(place for place in places if not place.startswith("weight")):
+        raise UnsupportedModelError("transforms of weights only", f"transforms of {', '.join(online)}", _REMEDY)
     return settings
+
+
+def _layout(settings: dict[str, Any]) -> str:
+    """Return the layout of a checkpoint's quantised weights."""
+    names, (usual, *_) = _LAYOUTS[settings["quant_method"]]
+    return str(next((settings[name] for name in names if settings.get(name)), usual)).lower()

@@ -56,6 +56,10 @@ def compressed_with_zeros(levels: torch.Tensor, scales: torch.Tensor, zeros: tor
     return compressed(levels, scales, zeros) | {"weight_zero_point": words(zeros.T).T}
 
 
+def compressed_by_older_releases(levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Tensors:
+    return compressed(levels, scales, zeros) | {"weight_zero_point": (zeros - 8).to(torch.int8)}
+
+
 def settings_of(bits: int = 4, form: str = "pack-quantized") -> dict[str, Any]:
     groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int"}}}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
@@ -63,6 +67,8 @@ def settings_of(bits: int = 4, form: str = "pack-quantized") -> dict[str, Any]:
 
 AWQ = {"quant_method": "awq", "bits": 4, "version": "GEMM", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "desc_act": False}
+ROTATION = {"apply": [{"location": "weight_input"}, {"location": "input"}]}
+ROTATED = {"transform_config": {"config_groups": {"u": ROTATION}}}
 
 
 def checkpoint(
@@ -77,7 +83,7 @@ def checkpoint(
         rows, inputs = tensors.pop(name).shape
         groups = 1 if group == -1 else inputs // group
         levels = torch.randint(16, (rows, inputs), generator=seeded)
-        zeros = torch.randint(1, 16, (rows, groups), generator=seeded)
+        zeros = torch.randint(16, (rows, groups), generator=seeded)
         zeros = torch.full_like(zeros, 8) if symmetric else zeros
         scales = (torch.rand(rows, groups, generator=seeded) * 0.01 + 0.001).to(torch.bfloat16).float()
         tensors |= {
@@ -100,9 +106,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (awq, AWQ, 128, False),
         (gptq, GPTQ, 32, True),
+        (gptq, GPTQ, 32, False),
         (gptq_v2, GPTQ | {"checkpoint_format": "gptq_v2"}, 64, False),
         (compressed, settings_of(), -1, True),
         (compressed_with_zeros, settings_of(), 32, False),
+        (compressed_by_older_releases, settings_of(), 32, False),
     ],
 )
 def test_values_of_a_checkpoint_stay(
@@ -135,9 +143,13 @@ def without_scales(*weight: torch.Tensor) -> Tensors:
         (shuffled, GPTQ, 32, "activation order"),
         (gptq, GPTQ, 16, "groups of 32 inputs or a multiple"),
         (gptq, GPTQ | {"bits": 8}, 32, "8 bits"),
+        (gptq, GPTQ | {"dynamic": {"+:.*up_proj": {"bits": 8}}}, 32, "4, 8 bits"),
+        (gptq, GPTQ | {"checkpoint_format": "marlin"}, 32, "marlin"),
         (awq, AWQ | {"version": "gemv"}, 32, "gemv"),
+        (awq, {"quant_method": "awq", "bits": 4, "checkpoint_format": "gemv"}, 32, "gemv"),
         (compressed, settings_of(8), 32, "8 bits"),
         (compressed, settings_of(form="marlin-24"), 32, "marlin-24"),
+        (compressed, settings_of() | ROTATED, 32, "transforms of input"),
         (without_scales, AWQ, 32, "not all of them"),
         (awq, {"quant_method": "quip"}, 32, "quip"),
     ],
