@@ -59,11 +59,10 @@ class RequestQueue:
     Attributes
     ----------
     on_idle
-        Called in the queue's thread when there is no work, with a function that tells whether there is still none;
-        requests wait until it returns.
+        Called in the queue's thread when there is no work; requests wait until it returns.
     """
 
-    on_idle: Callable[[Callable[[], bool]], None] | None = None
+    on_idle: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -118,6 +117,10 @@ class RequestQueue:
     def begun(self) -> int:
         """Number of running tasks."""
         return sum(job.turn.has_begun for job in list(self._jobs))
+
+    def is_idle(self) -> bool:
+        """Whether the thread waits for work."""
+        return not (self._jobs or self._closed or self._chores)
 
     def run_when_idle(self, chore: Callable[[], T]) -> Future[T]:
         """Run a function in the model's thread between two passes (to attach a store, for example)."""
@@ -248,7 +251,7 @@ class RequestQueue:
             while True:
                 self._spend_idle_time()
                 with self._changed:
-                    while self._is_idle():
+                    while self.is_idle():
                         self._changed.wait()
                     if self._closed and not (self._jobs or self._chores):
                         return
@@ -266,15 +269,12 @@ class RequestQueue:
                 done.set_exception(ended)
             self._fail_all(ended)
 
-    def _is_idle(self) -> bool:
-        return not (self._jobs or self._closed or self._chores)
-
     def _spend_idle_time(self) -> None:
         """Call `on_idle` if there is no work; after an error, do not call it again."""
-        if self.on_idle is None or not self._is_idle():
+        if self.on_idle is None or not self.is_idle():
             return
         try:
-            self.on_idle(self._is_idle)
+            self.on_idle()
         except Exception:
             log.exception("learning between requests failed, and is disabled")
             self.on_idle = None

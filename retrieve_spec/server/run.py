@@ -135,7 +135,7 @@ def assemble(
     except Exception:
         log.exception("requests of some kind will fail")
     if config.learn_idle:
-        service.queue.on_idle = partial(learn_bigrams, model.speculation)
+        service.queue.on_idle = partial(learn_bigrams, model.speculation, service.metrics.are_idle)
     return service
 
 
