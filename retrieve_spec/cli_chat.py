@@ -183,6 +183,10 @@ def chat(model: str, stats: bool, learn_idle: bool, **options: Any) -> None:
         if learn_idle:
             learn_bigrams(lm.speculation, lambda: not has_message.is_set())
 
+    def learn_after(ready: Future[None]) -> None:
+        ready.result()  # raises its error again
+        learn()
+
     watched = sys.stdin.isatty() and sys.stdout.isatty()
     if watched:
         import readline  # noqa: F401  # enables line editing and history
@@ -196,7 +200,7 @@ def chat(model: str, stats: bool, learn_idle: bool, **options: Any) -> None:
             has_message.set()
             _turn(conversation, line, ready, stats, watched)
             has_message.clear()
-            ready = pool.submit(learn)
+            ready = pool.submit(learn_after, ready)
 
 
 def _lines(watched: bool) -> Iterator[str]:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from waiting import HANG_S
 
+import retrieve_spec as rs
 from retrieve_spec import cli
 from retrieve_spec.engine import first_passes
 from retrieve_spec.engine.first_passes import learn_bigrams
+from retrieve_spec.errors import ConfigError
 from retrieve_spec.reference_model import load_model, reference_path
 
 TEMPLATE = """\
@@ -70,6 +72,19 @@ def test_what_is_learned_between_messages_changes_no_text(chatty: str, monkeypat
     code, out, _ = run(["--model", chatty, "--learn-idle"], TURNS, monkeypatch, capsys)
     assert code == 0 and out == "".join(text + "\n" for text in answers(chatty, TURNS, []))
     assert len(learned) == 1 + len(TURNS)
+
+
+def test_an_error_of_accelerate_is_shown_after_each_message(chatty: str, monkeypatch: Any, capsys: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConfigError("drafts", "none", "Give others.")
+
+    monkeypatch.setattr(rs, "accelerate", fail)
+    terminal = io.StringIO("\n".join(TURNS))
+    for stream in (terminal, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert cli.run(["chat", "--device", "cpu", "--model", chatty, "--learn-idle"]) == 0
+    assert capsys.readouterr().err.count("Error: expected drafts, got none") == len(TURNS)
 
 
 def test_commands(chatty: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
