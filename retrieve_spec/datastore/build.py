@@ -440,7 +440,7 @@ def small_size(limit: int) -> int:
 
 
 def _segment_size(total: int, limit: int) -> float:
-    """Return the entries per segment when `entries` are divided into segments of at most `limit`."""
+    """Return the entries per segment when `total` entries are divided into segments of at most `limit`."""
     shared = 1 << (min(_PIECES, max(1, total // _PIECE)).bit_length() - 1)
     return total / max(shared, -(-total // limit))
 

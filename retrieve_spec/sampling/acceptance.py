@@ -252,7 +252,7 @@ def check_drawable(scores: NDArray[np.float32]) -> None:
     Raises
     ------
     DistributionError
-        One is NaN or infinite, or all are -inf.
+        One is NaN or inf, or all are -inf.
     """
     highest = scores.max()  # NaN if any score is
     if not np.isfinite(highest):
