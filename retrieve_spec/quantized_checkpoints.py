@@ -100,6 +100,8 @@ def _gptq(get: Get, layer: str, settings: dict[str, Any]) -> QuantizedWeight:
 
 def _compressed(get: Get, layer: str, _settings: dict[str, Any]) -> QuantizedWeight:
     words, scales, shape = _read(get, layer, "weight_packed", "weight_scale", "weight_shape")
+    if scales.dim() != 2:
+        raise UnsupportedModelError("scales of groups or outputs", f"one scale for {layer}", _REMEDY)
     _check_order(get(f"{layer}.weight_g_idx"), scales.shape[1], layer)
     outputs, inputs = shape.tolist()
     zeros = get(f"{layer}.weight_zero_point")
@@ -159,6 +161,8 @@ def convert(source: Path, config: PretrainedConfig, folder: Path) -> None:
         for path in source.glob("*.safetensors"):
             file = opened.enter_context(safe_open(path, "pt"))
             files.update(dict.fromkeys(file.keys(), file))
+        if not files:
+            raise UnsupportedModelError("weights in *.safetensors", f"none in {source.name}", _REMEDY)
         state = _packed_state(model, lambda name: files[name].get_tensor(name) if name in files else None, settings)
     plain.dtype, plain.quantization_config = torch.bfloat16, WeightOnlyConfig(_BITS)
     plain.save_pretrained(folder)

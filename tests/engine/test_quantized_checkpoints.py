@@ -133,6 +133,10 @@ def shuffled(*weight: torch.Tensor) -> Tensors:
     return tensors | {"g_idx": tensors["g_idx"].flip(0)}
 
 
+def with_one_scale(levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Tensors:
+    return compressed(levels, scales, zeros) | {"weight_scale": scales[0, :1]}
+
+
 def without_scales(*weight: torch.Tensor) -> Tensors:
     return {name: tensor for name, tensor in awq(*weight).items() if name != "scales"}
 
@@ -150,6 +154,7 @@ def without_scales(*weight: torch.Tensor) -> Tensors:
         (compressed, settings_of(8), 32, "8 bits"),
         (compressed, settings_of(form="marlin-24"), 32, "marlin-24"),
         (compressed, settings_of() | ROTATED, 32, "transforms of input"),
+        (with_one_scale, settings_of(), 32, "one scale"),
         (without_scales, AWQ, 32, "not all of them"),
         (awq, {"quant_method": "quip"}, 32, "quip"),
     ],
@@ -159,6 +164,13 @@ def test_other_checkpoints_are_refused(
 ) -> None:
     checkpoint(tmp_path / "model", write, settings, group)
     with pytest.raises(UnsupportedModelError, match=said):
+        load_model(str(tmp_path / "model"), device="cpu", quantize="int4")
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "model", gptq, GPTQ, 32)
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModelError, match="safetensors"):
         load_model(str(tmp_path / "model"), device="cpu", quantize="int4")
 
 
