@@ -126,8 +126,8 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """By `quant_method`: settings that name the layout of weights, and supported layouts, the usual one first."""
 
 
-def convert(source: Path, config: PretrainedConfig, folder: Path) -> None:
-    """Write a quantised checkpoint as a folder with packed weights of 4 bits.
+def convert(source: Path, config: PretrainedConfig) -> Callable[[Path], None]:
+    """Convert a quantised checkpoint to packed weights of 4 bits.
 
     The token embedding and the head get 8 bits, as with `quantize="int4"` of other models.
 
@@ -137,8 +137,11 @@ def convert(source: Path, config: PretrainedConfig, folder: Path) -> None:
         Folder of the checkpoint, with its weights in safetensors.
     config
         Its configuration.
-    folder
-        Empty folder to write to, which `from_pretrained` then loads.
+
+    Returns
+    -------
+    Callable
+        Writes a folder that `from_pretrained` loads.
 
     Raises
     ------
@@ -163,16 +166,24 @@ def convert(source: Path, config: PretrainedConfig, folder: Path) -> None:
             files.update(dict.fromkeys(file.keys(), file))
         if not files:
             raise UnsupportedModelError("weights in *.safetensors", f"none in {source.name}", _REMEDY)
-        state = _packed_state(model, lambda name: files[name].get_tensor(name) if name in files else None, settings)
+        state = _packed_state(model, files, settings)
     plain.dtype, plain.quantization_config = torch.bfloat16, WeightOnlyConfig(_BITS)
-    plain.save_pretrained(folder)
-    save_torch_state_dict(state, folder)
-    if (generation := source / "generation_config.json").is_file():
-        shutil.copy(generation, folder)
+
+    def save(folder: Path) -> None:
+        plain.save_pretrained(folder)
+        save_torch_state_dict(state, folder)
+        if (generation := source / "generation_config.json").is_file():
+            shutil.copy(generation, folder)
+
+    return save
 
 
-def _packed_state(model: Any, get: Get, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a quantised model, which is on the meta device, from those of its checkpoint."""
+def _packed_state(model: Any, files: dict[str, Any], settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a quantised model, which is on the meta device, from the open file of each tensor."""
+
+    def get(name: str) -> torch.Tensor | None:
+        return files[name].get_tensor(name) if name in files else None
+
     marker, read = _FORMATS[settings["quant_method"]]
     head, state = model.get_output_embeddings(), {}
     for key, wanted in model.state_dict().items():
@@ -182,7 +193,7 @@ def _packed_state(model: Any, get: Get, settings: dict[str, Any]) -> dict[str, t
         module = model.get_submodule(layer)
         is_packed = name == "weight" and isinstance(module, PackedLinear | Int8Embedding)
         bits = _BITS if isinstance(module, PackedLinear) and module is not head else 8
-        if is_packed and get(f"{layer}.{marker}") is not None:
+        if is_packed and f"{layer}.{marker}" in files:
             weight = read(get, layer, settings)
             if (inputs := weight.levels.shape[1]) % (weight.scales.shape[1] * GROUP):
                 got = f"{inputs // weight.scales.shape[1]} in {layer}"

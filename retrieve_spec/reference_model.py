@@ -144,8 +144,9 @@ def _convert(place: Path, config: PretrainedConfig, folder: Path, quantize: str)
     if quantize != "int4":
         raise UnsupportedModelError("weights that are not quantised, or quantize='int4'", quantize, "Give 'int4'.")
     local = place if place.is_dir() else Path(snapshot_download(str(place), allow_patterns=["*.json", "*.safetensors"]))
+    save = convert(local, config)
     with writing_to_cache(sum(path.stat().st_size for path in local.glob("*.safetensors"))):
-        make_folder(folder, lambda made: convert(local, config, made))
+        make_folder(folder, save)
 
 
 def _packed_gguf(file: Path, quantize: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -174,6 +174,14 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         load_model(str(tmp_path / "model"), device="cpu", quantize="int4")
 
 
+def test_a_damaged_checkpoint_is_not_taken_for_a_full_cache(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "model", gptq, GPTQ, 32)
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(UnsupportedModelError, match="incomplete metadata"):
+        load_model(str(tmp_path / "model"), device="cpu", quantize="int4")
+
+
 def test_without_quantize_the_error_names_it(tmp_path: Path) -> None:
     checkpoint(tmp_path / "model", gptq, GPTQ, 32)
     with pytest.raises(UnsupportedModelError, match="quantize='int4'"):
