@@ -99,12 +99,13 @@ def read_bigrams(speculation: Speculation) -> Bigrams:
     Bigrams
         With those that were kept before.
     """
-    bigrams, began = Bigrams(_kept(_path(speculation), speculation.interface.vocabulary)), perf_counter()
+    path, began = _path(speculation), perf_counter()
+    bigrams = Bigrams(_kept(path, speculation.interface.vocabulary))
     end = began + (ASKED_AGAIN_SECONDS if len(bigrams.known) else ASKED_SECONDS)
     if max(speculation.kept.seconds.values(), default=0.0) < end - began:
         _ask(bigrams, speculation, lambda: perf_counter() < end, _LONGEST)
     if perf_counter() - began > _NEVER_KEPT:
-        _keep(bigrams, speculation)
+        _keep(bigrams, path)
     return bigrams
 
 
@@ -121,7 +122,7 @@ def learn_bigrams(speculation: Speculation, goes_on: Callable[[], bool]) -> None
     bigrams = speculation.drafters.bigrams
     if bigrams is not None and len(bigrams.missing) and goes_on():
         _ask(bigrams, speculation, goes_on, _LONGEST_IDLE)
-        _keep(bigrams, speculation)
+        _keep(bigrams, _path(speculation))
 
 
 def _path(speculation: Speculation) -> Path:
@@ -129,8 +130,7 @@ def _path(speculation: Speculation) -> Path:
     return cache_dir() / "bigrams" / f"{model_fingerprint(speculation.model).partition(':')[2]}.npy"
 
 
-def _keep(bigrams: Bigrams, speculation: Speculation) -> None:
-    path = _path(speculation)
+def _keep(bigrams: Bigrams, path: Path) -> None:
     with contextlib.suppress(OSError):  # logged by `put_array`
         path.parent.mkdir(parents=True, exist_ok=True)
     put_array(path, bigrams.entries, "bigrams")
