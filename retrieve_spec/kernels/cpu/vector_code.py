@@ -6,9 +6,8 @@ row's results are bitwise independent of the other rows, since its sums have a f
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from numba import types
@@ -193,7 +192,7 @@ def score_block(unit: VectorUnit) -> Any:
 
                 totals = loop(builder, chunks, [zeros(lanes)] * (count * sums), add_chunk)
                 for row in range(count):
-                    score = functools.reduce(builder.fadd, totals[sums * row : sums * (row + 1)])
+                    score = reduce(builder.fadd, totals[sums * row : sums * (row + 1)])
                     store(builder, score, place(builder, out, row, stride), 4)
 
             switch(builder, rows, {count: partial(code, count) for count in unit.attention_blocks})
