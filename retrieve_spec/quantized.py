@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class WeightOnlyConfig(QuantizationConfigMixin):  # type: ignore[misc]
     bits
         8: a scale for every 32 weights of a row; 4: a scale and an offset. The token embedding and the head have 8 bits
         in both.
+    modules_to_not_convert
+        Paths of linear layers that are not packed.
 
     Raises
     ------
@@ -42,10 +44,11 @@ class WeightOnlyConfig(QuantizationConfigMixin):  # type: ignore[misc]
         `bits` is another number.
     """
 
-    def __init__(self, bits: int = 8, **_: Any) -> None:
+    def __init__(self, bits: int = 8, modules_to_not_convert: Collection[str] = (), **_: Any) -> None:
         require(bits in (4, 8), "weights of 4 or 8 bits", bits, "Give one of them.")
         self.quant_method = METHOD
         self.bits = bits
+        self.modules_to_not_convert = list(modules_to_not_convert)
 
 
 @register_quantizer(METHOD)
@@ -60,7 +63,7 @@ class WeightOnlyQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         if self.pre_quantized:  # weights have no values yet, only shapes
-            quantize(model, self.quantization_config.bits)
+            quantize(model, self.quantization_config)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         if not self.pre_quantized:
@@ -84,7 +87,7 @@ def pack_model(model: Any, config: WeightOnlyConfig) -> None:
     UnsupportedModelError
         As `quantize` does.
     """
-    quantize(model, config.bits)
+    quantize(model, config)
     kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not kept.intersection(name.split(".")):
@@ -100,7 +103,7 @@ def pack_model(model: Any, config: WeightOnlyConfig) -> None:
     model.hf_quantizer = WeightOnlyQuantizer(config)
 
 
-def quantize(model: Any, bits: int) -> None:
+def quantize(model: Any, config: WeightOnlyConfig) -> None:
     """Pack the weights of a model's linear layers, and its table of tokens, in place.
 
     Some weights are not packed: layers whose shapes the products do not support, weights that belong to no linear layer
@@ -114,7 +117,9 @@ def quantize(model: Any, bits: int) -> None:
     table = model.get_input_embeddings()
     head = model.get_output_embeddings()
     tied = any(model.get_submodule(name.rpartition(".")[0]) is head for name in model.all_tied_weights_keys)
-    kept = head if tied and type(table) is not nn.Embedding else None
+    kept = {model.get_submodule(path) for path in config.modules_to_not_convert}
+    if tied and type(table) is not nn.Embedding:
+        kept.add(head)
     before = sum(parameter.numel() for parameter in model.parameters())
     packed = 0
     for parent in list(model.modules()):
@@ -122,10 +127,10 @@ def quantize(model: Any, bits: int) -> None:
             layer: nn.Module | None = None
             if child is table and type(child) is nn.Embedding and child.embedding_dim % GROUP == 0:
                 layer = Int8Embedding(child)
-            elif child is kept:
+            elif child in kept:
                 continue
             elif type(child) is nn.Linear and child.in_features % GROUP == 0:
-                layer = PackedLinear(child, 8 if child is head else bits)
+                layer = PackedLinear(child, 8 if child is head else config.bits)
             if layer is not None:
                 packed += child.weight.numel() * (child is not head or not tied)
                 setattr(parent, name, layer.train(child.training))

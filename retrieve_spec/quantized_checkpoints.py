@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from retrieve_spec.errors import UnsupportedModelError
@@ -129,7 +130,8 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 def convert(source: Path, config: PretrainedConfig) -> Callable[[Path], None]:
     """Convert a quantised checkpoint to packed weights of 4 bits.
 
-    The token embedding and the head get 8 bits, as with `quantize="int4"` of other models.
+    The token embedding and the head get 8 bits, as with `quantize="int4"` of other models; linear layers that are not
+    quantised there stay so.
 
     Parameters
     ----------
@@ -158,7 +160,6 @@ def convert(source: Path, config: PretrainedConfig) -> Callable[[Path], None]:
     del plain.quantization_config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(plain, dtype=torch.bfloat16)
-        quantize(model, _BITS)
     with contextlib.ExitStack() as opened:
         files = {}
         for path in source.glob("*.safetensors"):
@@ -166,8 +167,12 @@ def convert(source: Path, config: PretrainedConfig) -> Callable[[Path], None]:
             files.update(dict.fromkeys(file.keys(), file))
         if not files:
             raise UnsupportedModelError("weights in *.safetensors", f"none in {source.name}", _REMEDY)
+        head = model.get_output_embeddings()
+        linear = (path for path, module in model.named_modules() if type(module) is nn.Linear and module is not head)
+        wanted = WeightOnlyConfig(_BITS, [path for path in linear if f"{path}.weight" in files])
+        quantize(model, wanted)
         state = _packed_state(model, files, settings)
-    plain.dtype, plain.quantization_config = torch.bfloat16, WeightOnlyConfig(_BITS)
+    plain.dtype, plain.quantization_config = torch.bfloat16, wanted
 
     def save(folder: Path) -> None:
         plain.save_pretrained(folder)

@@ -10,6 +10,7 @@ import torch
 from batch_rows import small_model
 from safetensors.torch import load_file, save_file
 
+import retrieve_spec as rs
 from retrieve_spec.errors import UnsupportedModelError
 from retrieve_spec.kernels.cpu.packed_products import unpack
 from retrieve_spec.kernels.cpu.row_programs import CAN_RUN
@@ -72,14 +73,19 @@ ROTATED = {"transform_config": {"config_groups": {"u": ROTATION}}}
 
 
 def checkpoint(
-    folder: Path, write: Callable[..., Tensors], settings: dict[str, Any], group: int, symmetric: bool = False
+    folder: Path,
+    write: Callable[..., Tensors],
+    settings: dict[str, Any],
+    group: int,
+    symmetric: bool = False,
+    quantised: str = "proj.weight",
 ) -> Tensors:
-    """Write a random checkpoint; return the values of its quantised weights by name."""
+    """Write a random checkpoint; return the values of its quantised weights, whose names end alike, by name."""
     small_model("llama", vocab_size=4096, hidden_size=128, intermediate_size=256, head_dim=32).save_pretrained(folder)
     for file in reference_path().glob("token*.json"):
         (folder / file.name).write_bytes(file.read_bytes())
     tensors, values, seeded = load_file(folder / "model.safetensors"), Tensors(), torch.Generator().manual_seed(0)
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
+    for name in [name for name in tensors if name.endswith(quantised)]:
         rows, inputs = tensors.pop(name).shape
         groups = 1 if group == -1 else inputs // group
         levels = torch.randint(16, (rows, inputs), generator=seeded)
@@ -126,6 +132,23 @@ def test_values_of_a_checkpoint_stay(
     again, _ = load_model(str(tmp_path / "model"), device="cpu", quantize="int4")
     ids = torch.arange(5)[None]
     assert torch.equal(again(ids).logits, model(ids).logits), "the cache has the same model"
+
+
+def test_layers_that_a_checkpoint_does_not_quantise_stay(tmp_path: Path) -> None:
+    packed = checkpoint(tmp_path / "partly", awq, AWQ, 32, quantised="o_proj.weight")
+    source = load_file(tmp_path / "partly" / "model.safetensors")
+    for _ in range(2):  # as converted, and as the cache has it
+        model, _ = load_model(str(tmp_path / "partly"), device="cpu", quantize="int4")
+        for name, layer in model.model.layers.named_modules():
+            if name.endswith("_proj"):
+                path = f"model.layers.{name}.weight"
+                assert isinstance(layer, PackedLinear) == (path in packed)
+                assert path in packed or torch.equal(layer.weight, source[path].to(torch.bfloat16))
+    ids = torch.arange(3, 30)[None]
+    expected = model.generate(ids, max_new_tokens=20, do_sample=False)
+    rs.accelerate(model)
+    assert torch.equal(model.generate(ids, max_new_tokens=20, do_sample=False), expected)
+    assert model.speculation.last.pass_kind == "recorded"
 
 
 def shuffled(*weight: torch.Tensor) -> Tensors:
