@@ -80,14 +80,15 @@ def run(tmp_path: Path, cpu: str) -> Run:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_bytes_are_multiplied(run: Run, cpu: str, bits: int) -> None:
     random, size, unit = np.random.default_rng(0), 64 * bits, unit_of(cpu)
+    rows = unit.blocks[-1]
     weight = random.integers(0, 256, (3, GROUP_BYTES[bits]), np.uint8)
     weight[:, size:] = random.standard_normal((3, GROUP_BYTES[bits] - size >> 1)).astype(np.float16).view(np.uint8)
-    whole, step = random.integers(-127, 128, (3, 4, GROUP), np.int8), random.random((3, 4), np.float32)
+    whole, step = random.integers(-127, 128, (3, rows, GROUP), np.int8), random.random((3, rows), np.float32)
     sums = step * whole.sum(-1).astype(np.float32) if bits == 4 else (-128 * whole.sum(-1)).astype(np.int32)
-    out, bias = torch.zeros(4, 16, dtype=torch.bfloat16), torch.randn(16).to(torch.bfloat16)
+    out, bias = torch.zeros(rows, 16, dtype=torch.bfloat16), torch.randn(16).to(torch.bfloat16)
     for first in range(0, 16, unit.lanes):
         run(
-            block_product, types.uint16, bits, 4, Address(weight, 4 * first), Address(weight, size + 2 * first),
+            block_product, types.uint16, bits, rows, Address(weight, 4 * first), Address(weight, size + 2 * first),
             Address(whole), Address(step), Address(sums), 3, Address(weight), 0, Address(bias, 2 * first),
             Address(out, 2 * first), 32,
         )  # fmt: skip

@@ -28,7 +28,7 @@ def count(loop: list[str], instruction: str) -> int:
         ("avxvnni", {"vpdpbusd": 72}, {"vpdpbusd": 72}),
         ("skylake", {"vpmaddubsw": 64, "vpmaddwd": 8}, {"vpmaddubsw": 128, "vpmaddwd": 16}),
         ("zen4", {"vpdpbusd": 128}, {"vpdpbusd": 128}),
-        ("dotprod", {"sdot": 32}, {"sdot": 32}),
+        ("dotprod", {"sdot": 72}, {"sdot": 72}),
     ],
 )
 def test_bytes_are_multiplied_by_the_instructions_there_are(

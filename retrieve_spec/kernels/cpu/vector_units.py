@@ -192,13 +192,12 @@ def portable(lanes: int) -> VectorUnit:
 
 def units_of(has: Callable[[str], bool], is_x86: bool) -> Iterator[VectorUnit]:
     """The units of a CPU with some of LLVM's features, fastest first."""
-    narrow = {
-        "blocks": (1, 2, 3, 4, 6, 8, 9), "score_sums": 2, "tiles": {1: 8, 2: 4, 3: 4}, "bfloat16_tiles": {1: 8, 2: 4},
-    }  # fmt: skip
+    blocks = (1, 2, 3, 4, 6, 8, 9)
+    narrow = {"blocks": blocks, "score_sums": 2, "tiles": {1: 8, 2: 4, 3: 4}, "bfloat16_tiles": {1: 8, 2: 4}}
     if not is_x86:
         if has("dotprod"):
             by_lane = group_by_fours(_add_signed_bytes)
-            yield VectorUnit(4, by_lane, is_signed=True, multiplies_by_lane=True)
+            yield VectorUnit(4, by_lane, blocks, is_signed=True, multiplies_by_lane=True)
         yield portable(4)
         return
     if not all(map(has, ("avx2", "fma", "f16c"))):
