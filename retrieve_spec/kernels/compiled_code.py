@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from llvmlite import binding
 from numba import config, njit
 from numba.core import event
 from numba.core.codegen import JITCodeLibrary
@@ -89,11 +90,34 @@ TOLD_EVERY_S = 15.0
 _is_logging: ContextVar[bool] = ContextVar("_is_logging", default=False)
 
 
+_BYTE_DOT_PRODUCT = """
+define i32 @dot(<16 x i8> %a, <16 x i8> %b) {
+  %x = sext <16 x i8> %a to <16 x i32>
+  %y = sext <16 x i8> %b to <16 x i32>
+  %products = mul <16 x i32> %x, %y
+  %sum = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %products)
+  ret i32 %sum
+}
+declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
+"""
+
+
 def cpu_features() -> tuple[bool, frozenset[str]]:
     """Whether Numba compiles for an x86 CPU, and LLVM's names of the enabled features."""
-    machine, _, features = cpu_target.target_context.codegen().magic_tuple()
+    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
     named = frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
-    return machine.startswith(("x86", "i")), named
+    if triple.startswith(("x86", "i")):
+        return True, named
+    return False, named | ({"dotprod"} if has_dot_products(triple, cpu, features) else set())
+
+
+def has_dot_products(triple: str, cpu: str, features: str) -> bool:
+    """Whether LLVM compiles for an Arm CPU with dot products of bytes.
+
+    LLVM derives that from the CPU's name, and lists it nowhere; on macOS it lists no features at all.
+    """
+    machine = binding.Target.from_triple(triple).create_target_machine(cpu, features)
+    return "sdot" in machine.emit_assembly(binding.parse_assembly(_BYTE_DOT_PRODUCT))
 
 
 def _beside() -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 from cross_compiled import CPUS, loops_of, unit_of
+from llvmlite import binding
 from numba import config, types
 
+from retrieve_spec.kernels.compiled_code import has_dot_products
 from retrieve_spec.kernels.cpu.amx_code import MOST_BLOCKS, amx_product
 from retrieve_spec.kernels.cpu.vector_code import block_product, mix_block, score_block, tile_product
 from retrieve_spec.kernels.cpu.vector_units import units_of
@@ -71,6 +73,22 @@ def test_every_cpu_has_code_of_every_product(cpu: str, like: Any) -> None:
     for make in (score_block, tile_product, mix_block):
         loops = loops_of(make(unit), like, cpu)
         assert all(any("fm" in line or "dpbf16" in line for line in loop) for loop in loops)
+
+
+@pytest.mark.parametrize(
+    ("triple", "cpu", "features", "has"),
+    [
+        ("arm64-apple-darwin", "apple-m1", "", True),
+        ("arm64-apple-darwin", "apple-a12", "", False),
+        ("aarch64-unknown-linux-gnu", "neoverse-n1", "+neon,+crc", True),
+        ("aarch64-unknown-linux-gnu", "cortex-a72", "+neon", False),
+        ("aarch64-unknown-linux-gnu", "generic", "+neon,+dotprod", True),
+    ],
+)
+def test_dot_products_that_a_name_implies_are_found(triple: str, cpu: str, features: str, has: bool) -> None:
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    assert has_dot_products(triple, cpu, features) == has
 
 
 @pytest.mark.parametrize("left_out", ["amx-tile", "amx-bf16", "avx512f", "avx512bw", "avx2"])
