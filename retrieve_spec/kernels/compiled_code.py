@@ -90,7 +90,10 @@ TOLD_EVERY_S = 15.0
 _is_logging: ContextVar[bool] = ContextVar("_is_logging", default=False)
 
 
-_BYTE_DOT_PRODUCT = """
+_ARM_CODE = {
+    "dotprod": (
+        "sdot",
+        """
 define i32 @dot(<16 x i8> %a, <16 x i8> %b) {
   %x = sext <16 x i8> %a to <16 x i32>
   %y = sext <16 x i8> %b to <16 x i32>
@@ -99,25 +102,37 @@ define i32 @dot(<16 x i8> %a, <16 x i8> %b) {
   ret i32 %sum
 }
 declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
-"""
+""",
+    ),
+    "bf16": (
+        "bfcvt",
+        """
+define bfloat @round(float %x) {
+  %rounded = fptrunc float %x to bfloat
+  ret bfloat %rounded
+}
+""",
+    ),
+}
+"""By feature of Arm: an instruction, and code that LLVM compiles to it if the CPU has the feature."""
 
 
 def cpu_features() -> tuple[bool, frozenset[str]]:
     """Whether Numba compiles for an x86 CPU, and LLVM's names of the enabled features."""
     triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
-    named = frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
     if triple.startswith(("x86", "i")):
-        return True, named
-    return False, named | ({"dotprod"} if has_dot_products(triple, cpu, features) else set())
+        return True, frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
+    return False, arm_features(triple, cpu, features)
 
 
-def has_dot_products(triple: str, cpu: str, features: str) -> bool:
-    """Whether LLVM compiles for an Arm CPU with dot products of bytes.
+def arm_features(triple: str, cpu: str, features: str) -> frozenset[str]:
+    """Return which of the features that products use LLVM compiles for.
 
-    LLVM derives that from the CPU's name, and lists it nowhere; on macOS it lists no features at all.
+    It derives them from the CPU's name, and does not list them: on macOS it lists no features at all.
     """
     machine = binding.Target.from_triple(triple).create_target_machine(cpu, features)
-    return "sdot" in machine.emit_assembly(binding.parse_assembly(_BYTE_DOT_PRODUCT))
+    compiled = {name: machine.emit_assembly(binding.parse_assembly(code)) for name, (_, code) in _ARM_CODE.items()}
+    return frozenset(name for name, (instruction, _) in _ARM_CODE.items() if instruction in compiled[name])
 
 
 def _beside() -> None:

@@ -21,6 +21,7 @@ CPUS = {
     "amx": ("x86_64-unknown-linux-gnu", "sapphirerapids", f"{AVX512},+amx-tile,+amx-bf16"),
     "arm": ("aarch64-unknown-linux-gnu", "generic", "+neon"),
     "dotprod": ("aarch64-unknown-linux-gnu", "neoverse-n1", "+neon,+dotprod"),
+    "bf16": ("aarch64-unknown-linux-gnu", "neoverse-v1", "+neon,+dotprod,+bf16"),
 }
 """By name, LLVM's target, CPU and features."""
 

@@ -29,7 +29,7 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
 HARNESS = Path(__file__).with_name("arm_harness.c")
 pytestmark = [
     pytest.mark.skipif(not shutil.which(COMPILER) or not shutil.which(EMULATOR), reason="no emulator of Arm"),
-    pytest.mark.parametrize("cpu", ["arm", "dotprod"]),
+    pytest.mark.parametrize("cpu", ["arm", "dotprod", "bf16"]),
 ]
 FORMATS = {types.float32: torch.float32, types.uint16: torch.bfloat16, types.int16: torch.float16}
 EVERY = pytest.mark.parametrize("like", FORMATS, ids=str)
@@ -110,7 +110,8 @@ def test_rows_are_multiplied_as_they_lie(run: Run, cpu: str, like: Any) -> None:
             Address(weight), 64, Address(bias, size * first), Address(out, size * first), 16 * size,
         )  # fmt: skip
     torch.testing.assert_close(out.double(), wanted + bias, rtol=2**-7, atol=1e-3)
-    laid = x.float().view(4, size, -1).transpose(0, 1).contiguous()
+    given = x if unit.add_pairs and dtype == torch.bfloat16 else x.float()
+    laid = given.view(4, size, -1).transpose(0, 1).contiguous()
     for first in range(0, 16, unit.lanes):
         run(
             score_block, like, 4, Address(weight, 64 * size * first), 64 * size, Address(laid), size,

@@ -10,7 +10,7 @@ from cross_compiled import CPUS, loops_of, unit_of
 from llvmlite import binding
 from numba import config, types
 
-from retrieve_spec.kernels.compiled_code import has_dot_products
+from retrieve_spec.kernels.compiled_code import arm_features
 from retrieve_spec.kernels.cpu.amx_code import MOST_BLOCKS, amx_product
 from retrieve_spec.kernels.cpu.vector_code import block_product, mix_block, score_block, tile_product
 from retrieve_spec.kernels.cpu.vector_units import units_of
@@ -66,6 +66,12 @@ def test_matrices_are_multiplied_with_one_load_of_weights_for_all_rows() -> None
     assert not loops_of(amx_product(unit_of("zen4")), types.uint16, "zen4")
 
 
+@pytest.mark.parametrize("product", [tile_product, score_block])
+def test_arm_multiplies_pairs_of_bfloat16(product: Any) -> None:
+    loops = loops_of(product(unit_of("bf16")), types.uint16, "bf16")
+    assert all(count(loop, "bfdot") and not count(loop, "fmla") for loop in loops)
+
+
 @pytest.mark.parametrize("cpu", ["skylake", "arm"])
 @pytest.mark.parametrize("like", [types.float32, types.uint16, types.int16], ids=str)
 def test_every_cpu_has_code_of_every_product(cpu: str, like: Any) -> None:
@@ -76,19 +82,22 @@ def test_every_cpu_has_code_of_every_product(cpu: str, like: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("triple", "cpu", "features", "has"),
+    ("triple", "cpu", "listed", "found"),
     [
-        ("arm64-apple-darwin", "apple-m1", "", True),
-        ("arm64-apple-darwin", "apple-a12", "", False),
-        ("aarch64-unknown-linux-gnu", "neoverse-n1", "+neon,+crc", True),
-        ("aarch64-unknown-linux-gnu", "cortex-a72", "+neon", False),
-        ("aarch64-unknown-linux-gnu", "generic", "+neon,+dotprod", True),
+        ("arm64-apple-darwin", "apple-a12", "", set()),
+        ("arm64-apple-darwin", "apple-m1", "", {"dotprod"}),
+        ("arm64-apple-darwin", "apple-m2", "", {"dotprod", "bf16"}),
+        ("aarch64-unknown-linux-gnu", "cortex-a72", "+neon", set()),
+        ("aarch64-unknown-linux-gnu", "neoverse-n1", "+neon,+crc", {"dotprod"}),
+        ("aarch64-unknown-linux-gnu", "generic", "+neon,+bf16", {"bf16"}),
     ],
 )
-def test_dot_products_that_a_name_implies_are_found(triple: str, cpu: str, features: str, has: bool) -> None:
+def test_features_that_the_name_of_an_arm_cpu_implies_are_found(
+    triple: str, cpu: str, listed: str, found: set[str]
+) -> None:
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
-    assert has_dot_products(triple, cpu, features) == has
+    assert arm_features(triple, cpu, listed) == found
 
 
 @pytest.mark.parametrize("left_out", ["amx-tile", "amx-bf16", "avx512f", "avx512bw", "avx2"])

@@ -10,8 +10,16 @@ from typing import Any
 
 from llvmlite import ir
 
+
+class _BFloat16(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat16, which llvmlite does not know; one instance, as types are compared."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
 BYTE, SHORT, WORD, LONG = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-FLOAT, HALF = ir.FloatType(), ir.HalfType()
+FLOAT, HALF, BFLOAT16 = ir.FloatType(), ir.HalfType(), _BFloat16()
 
 
 def vector(kind: Any, lanes: int) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 from retrieve_spec.kernels.compiled_code import cpu_features
 from retrieve_spec.kernels.cpu.vector_ir import (
+    BFLOAT16,
     BYTE,
     FLOAT,
     SHORT,
@@ -185,6 +186,12 @@ def _add_pairs_avx512(builder: Any, sums: Any, weights: Any, activations: Any) -
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", sums.type, sums, weights, activations)
 
 
+def _add_pairs_arm(builder: Any, sums: Any, weights: Any, activations: Any) -> Any:
+    """Add 2 products of bfloat16 to each of 4 sums."""
+    given = (builder.bitcast(each, vector(BFLOAT16, 8)) for each in (weights, activations))
+    return call(builder, "llvm.aarch64.neon.bfdot.v4f32.v8bf16", sums.type, sums, *given)
+
+
 def portable(lanes: int) -> VectorUnit:
     """Return a unit with operations that every CPU has."""
     return VectorUnit(lanes, group_by_fours(add_bytes))
@@ -197,7 +204,8 @@ def units_of(has: Callable[[str], bool], is_x86: bool) -> Iterator[VectorUnit]:
     if not is_x86:
         if has("dotprod"):
             by_lane = group_by_fours(_add_signed_bytes)
-            yield VectorUnit(4, by_lane, blocks, is_signed=True, multiplies_by_lane=True)
+            pairs = _add_pairs_arm if has("bf16") else None
+            yield VectorUnit(4, by_lane, blocks, add_pairs=pairs, is_signed=True, multiplies_by_lane=True)
         yield portable(4)
         return
     if not all(map(has, ("avx2", "fma", "f16c"))):
