@@ -207,7 +207,7 @@ def tile_product(unit: VectorUnit) -> Any:
     """Return a compiled function that multiplies a few rows by a few rows of unpacked weights; lanes have partial sums.
 
     There are `LEAST_TILE` rows of weights without prefetching, else as many as in the unit's tiles. Its parameters: a
-    number of the format; rows (one of the tiles), and the index of the last row, which is repeated for missing ones;
+    number of the format; rows (one of the tiles), and the index of the last row, which takes the place of missing ones;
     the addresses of the weights and of the first row, and the number of 64-byte chunks per row; the address to
     prefetch, and the bytes between two prefetches, one per chunk and row of weights (0: no prefetching); the
     addresses of 16 numbers, of which the first are added, and of the first row's results, and the stride of results in
@@ -236,9 +236,10 @@ def tile_product(unit: VectorUnit) -> Any:
             def code(count: int, asking: bool) -> None:
                 """Emit the product for a number of rows, with as many rows of weights as registers allow, or four."""
                 width = tiles[count] if asking else LEAST_TILE
-                rows_at = [
-                    builder.add(x, builder.mul(row_bytes, least(builder, LONG(row), last))) for row in range(count)
-                ]
+                rows_at, outs_at = (
+                    [builder.add(start, builder.mul(each, least(builder, LONG(row), last))) for row in range(count)]
+                    for start, each in ((x, row_bytes), (out, stride))
+                )
                 ours = [place(builder, weights, i, row_bytes) for i in range(width)]
 
                 def add(chunk: Any, carried: list[Any]) -> list[Any]:
@@ -270,8 +271,7 @@ def tile_product(unit: VectorUnit) -> Any:
                     result, lane = results[first // lanes], first % lanes
                     part = builder.shuffle_vector(result, result, lanes_of(range(lane, lane + each)))
                     row, column = divmod(first, width)
-                    at = builder.add(place(builder, out, row, stride), LONG(numbers.size * column))
-                    store(builder, part, at, numbers.size)
+                    store(builder, part, builder.add(outs_at[row], LONG(numbers.size * column)), numbers.size)
 
             silent = builder.select(builder.icmp_signed("==", step, LONG(0)), LONG(LANES), LONG(0))
             cases = {count + LANES * (not ask): partial(code, count, ask) for count in tiles for ask in (True, False)}
