@@ -91,7 +91,9 @@ class SourceTable:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = list(rows)
-        self.records = np.concatenate([np.empty(0, SOURCE), *(row.record for row in rows)])
+        self.records = np.zeros(len(rows), SOURCE)
+        for place, row in enumerate(rows):  # joining them would compare the types field by field
+            self.records[place] = row.record[0]
 
     def __len__(self) -> int:
         return len(self._rows)
