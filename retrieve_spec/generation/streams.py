@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
@@ -108,15 +109,12 @@ class TextDecoder:
 
     Parameters
     ----------
-    tokenizer
-        A Hugging Face tokenizer.
-    skip_special_tokens
-        Leave special tokens out of the text.
+    decode
+        Returns the text of token ids.
     """
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
         self._ids: list[int] = []
         self._begin = 0  # decoding starts here: far enough back for joining rules (leading spaces) to apply
         self._shown = 0  # tokens whose text has been shown
@@ -138,12 +136,6 @@ class TextDecoder:
             return ""
         self._begin, self._shown = self._shown, len(self._ids)
         return whole[len(before) :]
-
-    def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(
-            token_ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
-        )
-        return text
 
 
 _Run = tuple[NDArray[np.int32], NDArray[np.float32] | None]
@@ -215,7 +207,8 @@ def generate_stream(
     options, prediction = pop_options(arguments, model)
     expected = prediction_ids(prediction, tokenizer, model)
     under_way: list[GenerationReport] = []
-    decoder = TextDecoder(tokenizer, skip_special_tokens) if tokenizer is not None else None
+    how = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+    decoder = None if tokenizer is None else TextDecoder(partial(tokenizer.decode, **how))
     pieces = _pieces(_runs(model, arguments, expected, options, under_way), decoder)
     return Stream(pieces, lambda: under_way[0] if under_way else None)
 

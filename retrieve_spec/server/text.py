@@ -131,9 +131,9 @@ class TextCodec:
         """Return the id of a text that is exactly one entry of the vocabulary."""
         return self.vocab.get(spelling)
 
-    def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         """Decode token ids."""
-        return self._full.decode(list(token_ids), skip_special_tokens=skip_special)
+        return self._full.decode(list(token_ids), skip_special_tokens=False)
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Decode each token on its own."""
@@ -286,7 +286,7 @@ class StopScanner:
         self._rules = rules
         self._words = [StopWord(word) for word in rules.words]
         self._clock = clock
-        self._decoder = TextDecoder(codec.tokenizer, skip_special_tokens=False)
+        self._decoder = TextDecoder(codec.decode)
         self._decoder.push(codec.encode_prompt("a", add_special_tokens=False))  # else some drop leading spaces
         self._first_token_at: float | None = None
         self._begun = len(rules.begun)

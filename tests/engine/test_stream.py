@@ -120,7 +120,7 @@ def test_delegated_calls_come_in_one_piece(tiny: Any, prompt: torch.Tensor) -> N
 def test_streamed_text_is_the_decoded_whole(reference_tokenizer: Any, size: int) -> None:
     text = "def größe(x: int) -> str:\n    return '😀' * x  # done\n"
     ids = reference_tokenizer(text)["input_ids"]
-    decoder = TextDecoder(reference_tokenizer)
+    decoder = TextDecoder(reference_tokenizer.decode)
     pieces = [decoder.push(ids[i : i + size]) for i in range(0, len(ids), size)]
     assert "".join(pieces) + decoder.flush() == text
     assert decoder.push(reference_tokenizer("😀", add_special_tokens=False)["input_ids"][:1]) == ""
