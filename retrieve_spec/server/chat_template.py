@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from functools import lru_cache
 from hashlib import blake2s
-from itertools import product
+from itertools import product, takewhile
 from typing import Any
 
 from retrieve_spec.server.history import Turn, joined
@@ -41,6 +41,8 @@ class Traits:
     ----------
     system, developer, both
         Whether it renders turns of that role, and both in one conversation.
+    later_system
+        Whether it renders a system turn behind other turns in its place.
     tools, calls
         Whether it renders tools, and calls.
     single_calls
@@ -60,6 +62,7 @@ class Traits:
     system: bool = True
     developer: bool = False
     both: bool = False
+    later_system: bool = True
     tools: bool = False
     calls: bool = False
     single_calls: bool = False
@@ -160,6 +163,7 @@ class ChatTemplate:
             system=bool(shows_system),
             developer=self._knows_developers(),
             both=self._knows_developers("system"),
+            later_system=self._keeps_systems_in_place(),
             alternates=bool(self._shows(first)) and not self._shows(first, second),
             thoughts=next((tags for tags in THOUGHTS if tags.close in template and self._knows_thoughts(tags)), None),
         )
@@ -177,6 +181,15 @@ class ChatTemplate:
             with suppress(Exception):  # templates may raise anything
                 return self._rendered(turns, **tools, **how)
         return ""
+
+    def _keeps_systems_in_place(self) -> bool:
+        """Whether it renders a system turn behind the turns before it."""
+        said = {
+            f"-said-{number}-": role for number, role in enumerate(("system", "user", "assistant", "system", "user"))
+        }
+        text = self._shows(*({"role": role, "content": content} for content, role in said.items()))
+        places = [text.find(content) for content in said]
+        return bool(text) and places == sorted(places)
 
     def _takes(self, *roles: str) -> str:
         first = ({"role": role, "content": f"{number}-instruct"} for number, role in enumerate(roles))
@@ -248,22 +261,30 @@ def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def instructed(turns: Sequence[Turn], traits: Traits) -> list[Turn]:
-    """Return a conversation with all instructions in its first turn, a developer's after the system's.
+    """Return a conversation whose leading instructions are its first turn, a developer's after the system's.
 
-    Templates render a later system message in its place, drop it, or reject it. A developer becomes the system if the
-    template does not know that role.
+    A developer becomes the system if the template does not know that role. Later instructions stay in their place, so
+    that the prompt still begins with that of the request before; the user gives them if the template has no system turn
+    there (such templates move it to the beginning, drop it, or reject it).
     """
-    roles = {turn["role"] for turn in turns}
-    own = traits.developer and (traits.both or "system" not in roles)
-    first, others = dict[str, Turn](), list[Turn]()
-    for turn in turns:
-        role = turn["role"] if own or turn["role"] != "developer" else "system"
-        if role in ("system", "developer"):
-            turn = {**turn, "role": role}
-            first[role] = joined(first[role], turn) if role in first else turn
-        else:
-            others.append(turn)
+    leading = leading_instructions(turns)
+    own = traits.developer and (traits.both or all(turn["role"] == "developer" for turn in leading))
+    first = dict[str, Turn]()
+    for turn in leading:
+        role = turn["role"] if own else "system"
+        first[role] = joined(first[role], turn) if role in first else {**turn, "role": role}
+    later = "system" if traits.later_system else "user"
+    others = [{**turn, "role": later} if _instructs(turn) else turn for turn in turns[len(leading) :]]
     return [*(first[role] for role in ("system", "developer") if role in first), *others]
+
+
+def leading_instructions(turns: Sequence[Turn]) -> list[Turn]:
+    """Return the instructions that a conversation begins with."""
+    return list(takewhile(_instructs, turns))
+
+
+def _instructs(turn: Turn) -> bool:
+    return turn["role"] in ("system", "developer")
 
 
 def behind_their_calls(turns: Sequence[Turn]) -> list[Turn]:

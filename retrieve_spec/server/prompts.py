@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from retrieve_spec.server.chat_template import ChatTemplate
+from retrieve_spec.server.chat_template import ChatTemplate, leading_instructions
 from retrieve_spec.server.guard import Refusal, TooLong
 from retrieve_spec.server.reading import THOUGHTS, Thinking, thinking_after
 from retrieve_spec.server.sampling import Beginnings
@@ -78,7 +78,7 @@ class Prompts:
         Prompts of all chats of one agent begin with it. Empty without instructions and tools, or for a later turn.
         """
         said = conversation.messages
-        head = [turn for turn in said if turn["role"] in ("system", "developer")]
+        head = leading_instructions(said)
         if not (head or conversation.offered) or any(turn["role"] == "assistant" for turn in said):
             return []
         asked = {"role": "user", "content": _NEVER_SAID}

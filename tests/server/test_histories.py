@@ -212,17 +212,35 @@ def test_instructions_stand_first_whoever_gives_them(served, templated, family):
     templated.chat_template = FAMILIES[family]
     server = served("said")
     turns = [{"role": "user", "content": "First."}, {"role": "assistant", "content": "Yes."}, USER]
+    rules = [{"role": role, "content": f"Rule {number}."} for number, role in enumerate(("system", "developer"), 1)]
     for path, body in (
-        (CHAT, {"messages": [{"role": "developer", "content": "Rule 1."}, *turns[:2],
-                             {"role": "system", "content": "Rule 2."}, USER]}),
-        (RESPONSES, {"instructions": "Rule 1.", "input": [{"role": "developer", "content": "Rule 2."}, *turns]}),
-        (MESSAGES, {"max_tokens": 9, "system": "Rule 1.",
-                    "messages": [*turns[:2], {"role": "system", "content": "Rule 2."}, USER]}),
-    ):  # fmt: skip
+        (CHAT, {"messages": [*rules, *turns]}),
+        (RESPONSES, {"instructions": "Rule 1.", "input": [*rules[1:], *turns]}),
+        (MESSAGES, {"max_tokens": 9, "system": "Rule 1.", "messages": [*rules[1:], *turns]}),
+    ):
         assert server.post(path, body).status_code == 200, path
         prompt = server.service.codec.decode(server.backend.prompts[-1])
         assert prompt.count("Rule 1.\n\nRule 2.") == 1 and "developer" not in prompt
         assert prompt.index("Rule 2.") < prompt.index("First.")
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"mistral"}))
+def test_later_instructions_stay_in_place_and_the_prompt_goes_on_from_the_one_before(served, templated, family, path):
+    """Claude Code adds some behind most turns; Mistral's template moves even the first ones."""
+    templated.chat_template = FAMILIES[family]
+    server = served("said")
+    answer = {"role": "assistant", "content": "said"}
+    turns = [{"role": "system", "content": "Rule 1."}, {"role": "user", "content": "First."}, answer, USER]
+    for number, role in ((2, "system"), (3, "developer")):
+        turns.append({"role": role, "content": f"Rule {number}."})
+        assert server.post(path, {"max_tokens": 9, "messages": turns}).status_code == 200
+        turns += [answer, {"role": "user", "content": f"Question {number}."}]
+    prompts = list(map(server.service.codec.decode, server.backend.prompts))
+    said = ["Rule 1.", "First.", "Go on.", "Rule 2.", "Question 2.", "Rule 3."]
+    assert [prompts[1].count(text) for text in said] == [1] * len(said)
+    assert sorted(said, key=prompts[1].index) == said
+    assert prompts[1].startswith(prompts[0][: prompts[0].index("Rule 2.") + len("Rule 2.")])
 
 
 def test_a_developer_stays_one_where_the_template_knows_developers(served, templated):
