@@ -48,7 +48,8 @@ class Traits:
     single_calls
         Whether it renders at most one call per turn.
     lone_calls
-        Whether it leaves out text in a turn with calls, but renders it in a turn before.
+        Whether it leaves out text in a turn with calls, at once or when an answer follows, but renders it in a turn
+        before.
     alternates
         Whether user and assistant must alternate.
     short_ids
@@ -147,7 +148,7 @@ class ChatTemplate:
         if traits.alternates:
             shaped = alternating(shaped)
         if traits.lone_calls:
-            shaped = text_before_calls(shaped)
+            shaped = text_before_calls(shaped, traits)
         return [_with_calls(turn, traits) for turn in shaped]
 
     def _tried(self, template: str) -> Traits:
@@ -158,13 +159,14 @@ class ChatTemplate:
         system: Turn = {"role": "system", "content": "instruct-"}
         shows_system = self._takes("system") and (not traits.calls or self._shows(system, *_called(traits)))
         first, second = ({"role": "user", "content": content} for content in ("first-", "-second"))
+        traits = replace(traits, alternates=bool(self._shows(first)) and not self._shows(first, second))
         return replace(
             traits,
+            lone_calls=traits.calls and self._leaves_out_text(traits),
             system=bool(shows_system),
             developer=self._knows_developers(),
             both=self._knows_developers("system"),
             later_system=self._keeps_systems_in_place(),
-            alternates=bool(self._shows(first)) and not self._shows(first, second),
             thoughts=next((tags for tags in THOUGHTS if tags.close in template and self._knows_thoughts(tags)), None),
         )
 
@@ -222,16 +224,15 @@ class ChatTemplate:
             form = replace(traits, calls=True, short_ids=short_ids, text_arguments=text_arguments)
             if self._shows(*_called(form)):
                 single = not self._shows(*_called(form, "look-1", "look-2"))
-                return replace(form, single_calls=single, lone_calls=self._leaves_out_text(form))
+                return replace(form, single_calls=single)
         return traits
 
-    def _leaves_out_text(self, form: Traits) -> bool:
-        """Whether text beside a call is not rendered, but is in a turn before, also where an answer follows."""
-        asked, called, came = _called(form)
-        beside, answer = {**called, "content": "-beside-"}, {"role": "assistant", "content": "-answer-"}
-        return not self._shows(asked, beside, came) and bool(
-            self._shows(*text_before_calls([asked, beside, came, answer, asked]))
-        )
+    def _leaves_out_text(self, traits: Traits) -> bool:
+        """Whether text beside a call is not rendered, or not where an answer follows, but is in a turn before."""
+        asked, called, came = _called(traits)
+        turns = [asked, {**called, "content": "-beside-"}, came, {"role": "assistant", "content": "-answer-"}, asked]
+        is_shown = self._shows(*turns[:3]) and self._shows(*turns)
+        return not is_shown and bool(self._shows(*text_before_calls(turns, traits)))
 
 
 def _called(traits: Traits, *names: str) -> list[Turn]:
@@ -317,12 +318,17 @@ def one_by_one(turns: Sequence[Turn]) -> list[Turn]:
     return shaped
 
 
-def text_before_calls(turns: Sequence[Turn]) -> list[Turn]:
-    """Return a conversation in which text beside calls is a turn of its own before them."""
+def text_before_calls(turns: Sequence[Turn], traits: Traits) -> list[Turn]:
+    """Return a conversation in which text beside calls is a turn of its own before them.
+
+    If roles must alternate, an empty user turn follows it: for templates, calls and their results are no such turns.
+    """
     shaped = list[Turn]()
     for turn in turns:
         if turn.get("tool_calls") and turn["content"]:
             shaped.append({"role": turn["role"], "content": turn["content"]})
+            if traits.alternates:
+                shaped.append({"role": "user", "content": ""})
             turn = {**turn, "content": ""}
         shaped.append(turn)
     return shaped

@@ -455,18 +455,28 @@ def test_what_came_of_a_call_follows_it_and_what_came_of_none_is_the_users(serve
     assert prompt.index("came 0") < prompt.index("came 1") < prompt.index("came 2") < last
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama3"])
-def test_text_beside_a_call_is_kept_before_it(served, templated, family):
-    """Templates of the Llama 3 kind leave it out."""
-    templated.chat_template = FAMILIES[family]
+UNTIL_ANSWERED = HERMES.replace(
+    "{{ message.content }}",
+    "{% if not (message.tool_calls and messages[loop.index:] | rejectattr('tool_calls', 'defined')"
+    " | selectattr('role', 'equalto', 'assistant') | list) %}{{ message.content }}{% endif %}",
+)
+"""Leaves out text beside a call when an answer follows, as gpt-oss's does."""
+
+
+@pytest.mark.parametrize("template", [*map(FAMILIES.get, ("qwen3", "llama3", "mistral")), UNTIL_ANSWERED])
+def test_text_beside_a_call_is_kept_before_it(served, templated, template):
+    """Templates of the Llama 3 and the Mistral kind leave it out."""
+    templated.chat_template = template
     server = served("said")
     beside = {"role": "assistant", "content": "First I look.", "tool_calls": [called({}, name="look")]}
     came = {"role": "tool", "tool_call_id": "c1", "content": "came"}
     tools = [{"type": "function", "function": {"name": "look"}}]
-    assert server.post(CHAT, {"messages": [USER, beside, came], "tools": tools}).status_code == 200
-    prompt = server.service.codec.decode(server.backend.prompts[-1])
-    assert prompt.count("First I look.") == 1
-    assert prompt.index("First I look.") < prompt.rindex('"look"') < prompt.index("came")
+    for answers in ([], [{"role": "assistant", "content": "Seen."}, USER]):
+        body = {"messages": [USER, beside, came, *answers], "tools": tools}
+        assert server.post(CHAT, body).status_code == 200
+        prompt = server.service.codec.decode(server.backend.prompts[-1])
+        assert prompt.count("First I look.") == 1
+        assert prompt.index("First I look.") < prompt.index('"name": "look", ') < prompt.index("came")
 
 
 def test_a_template_that_looks_through_tools_where_there_are_none_is_given_an_empty_list(served, templated):
