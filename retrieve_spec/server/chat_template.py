@@ -42,7 +42,7 @@ class Traits:
     system, developer, both
         Whether it renders turns of that role, and both in one conversation.
     later_system
-        Whether it renders a system turn behind other turns in its place.
+        Whether it renders a system turn after other turns in its place.
     tools, calls
         Whether it renders tools, and calls.
     single_calls
@@ -185,7 +185,7 @@ class ChatTemplate:
         return ""
 
     def _keeps_systems_in_place(self) -> bool:
-        """Whether it renders a system turn behind the turns before it."""
+        """Whether it renders a system turn after the turns before it."""
         said = {
             f"-said-{number}-": role for number, role in enumerate(("system", "user", "assistant", "system", "user"))
         }

@@ -227,7 +227,7 @@ def test_instructions_stand_first_whoever_gives_them(served, templated, family):
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"mistral"}))
 def test_later_instructions_stay_in_place_and_the_prompt_goes_on_from_the_one_before(served, templated, family, path):
-    """Claude Code adds some behind most turns; Mistral's template moves even the first ones."""
+    """Claude Code adds some after most turns; Mistral's template moves even the first ones."""
     templated.chat_template = FAMILIES[family]
     server = served("said")
     answer = {"role": "assistant", "content": "said"}
