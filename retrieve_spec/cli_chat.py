@@ -180,8 +180,14 @@ def chat(model: str, stats: bool, learn_idle: bool, **options: Any) -> None:
         learn()
 
     def learn() -> None:
-        if learn_idle:
+        nonlocal learn_idle
+        if not learn_idle:
+            return
+        try:
             learn_bigrams(lm.speculation, lambda: not has_message.is_set())
+        except Exception as error:  # which is no reason to end the conversation
+            learn_idle = False
+            click.echo(f"Learning between messages failed, and is off: {in_a_line(error)}", err=True)
 
     def learn_after(ready: Future[None]) -> None:
         ready.result()  # raises its error again

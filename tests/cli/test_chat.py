@@ -74,6 +74,16 @@ def test_what_is_learned_between_messages_changes_no_text(chatty: str, monkeypat
     assert len(learned) == 1 + len(TURNS)
 
 
+def test_learning_that_fails_ends_no_conversation(chatty: str, monkeypatch: Any, capsys: Any) -> None:
+    def learn(*_: Any) -> None:
+        raise ValueError("a pass failed")
+
+    monkeypatch.setattr(first_passes, "learn_bigrams", learn)
+    code, out, err = run(["--model", chatty, "--learn-idle"], TURNS, monkeypatch, capsys)
+    assert code == 0 and out == "".join(text + "\n" for text in answers(chatty, TURNS, []))
+    assert err.count("is off: ValueError: a pass failed") == 1
+
+
 def test_an_error_of_accelerate_is_shown_after_each_message(chatty: str, monkeypatch: Any, capsys: Any) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ConfigError("drafts", "none", "Give others.")
