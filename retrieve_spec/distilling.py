@@ -47,8 +47,8 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 """Temperatures, in turn: greedy, as chats are sampled, and higher for other continuations."""
 _ANSWER, _FOLLOW_UPS, _PIECE, _TOP = 256, 2, 512, 8
 """Tokens of an answer, later turns of a conversation, tokens read at once, next tokens kept per context."""
-_AGAIN_S = 0.5
-"""Seconds between attempts to write a store that another process is writing."""
+_AGAIN_S, _PATIENCE_S = 0.5, 3600.0
+"""Seconds between attempts to write a store that another process is writing, and of all of them."""
 _Result = TypeVar("_Result")
 FOLLOW_UPS = (
     "Say that in other words.", "Give an example.", "Make it shorter.", "Why?", "What should I read next?",
@@ -353,9 +353,12 @@ def _add_answers(store: Path, answers: list[str]) -> None:
 
 
 def _when_free(change: Callable[[], _Result]) -> _Result:
-    """Change a store as soon as no other process is writing it."""
+    """Change a store as soon as no other process is writing it, for which it waits `_PATIENCE_S` at most."""
+    end = perf_counter() + _PATIENCE_S
     while True:
         try:
             return change()
         except StoreLockedError:
-            sleep(_AGAIN_S)
+            if perf_counter() > end:
+                raise
+        sleep(_AGAIN_S)

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from filelock import FileLock
 
 import retrieve_spec as rs
+from retrieve_spec import distilling
 from retrieve_spec.cli import cli
 from retrieve_spec.datastore.build import add_documents, create_datastore
 from retrieve_spec.datastore.distilled import add_distilled, observed
@@ -24,7 +25,14 @@ from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.distilling import distil, general_prompts
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
-from retrieve_spec.errors import BuildError, ConfigError, StoreCorruptError, TokenizerMismatchError, TraceError
+from retrieve_spec.errors import (
+    BuildError,
+    ConfigError,
+    StoreCorruptError,
+    StoreLockedError,
+    TokenizerMismatchError,
+    TraceError,
+)
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.sources.distilled import distilled_tables
 
@@ -274,6 +282,13 @@ def test_what_another_process_writes_meanwhile_is_waited_for_and_kept(reference_
     distil(reference_model, reference_tokenizer, store, prompts=[], texts=texts, on_progress=write)
     [after] = open_datastore(store).manifest.distilled
     assert after.tokens == 3 * before.tokens
+
+
+def test_a_store_that_stays_locked_is_an_error_in_the_end(store, monkeypatch):
+    monkeypatch.setattr(distilling, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(distilling, "_AGAIN_S", 0.0)
+    with FileLock(store.path / "lock"), pytest.raises(StoreLockedError, match="another process is writing"):
+        distilling._when_free(partial(keep, store, said(([5], (6, 7)))))
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, ValueError])
