@@ -20,6 +20,7 @@ from transformers import DynamicCache
 
 from retrieve_spec.engine.budget import using
 from retrieve_spec.engine.engine import Engine
+from retrieve_spec.engine.first_passes import learn_bigrams
 from retrieve_spec.engine.joining import CallOptions, CopiesRows
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.scheduler import Scheduler, Turn, of_lowest_rank
@@ -342,6 +343,10 @@ class Backend:
         for text in texts:
             if isinstance(text, LoneText):
                 text.step()
+
+    def learn(self, goes_on: Callable[[], bool]) -> None:
+        """Ask the model what follows each token, for later drafts, until `goes_on` is false."""
+        learn_bigrams(self.model.speculation, goes_on)
 
     def schedule_with(self, scheduler: Scheduler) -> None:
         """Set the scheduler of the engine."""

@@ -450,10 +450,6 @@ class Metrics:
         running = Gauge(p + "running", "Requests under way.", registry=r)
         running.set_function(lambda: sum(queue.begun for queue in self.queues))
 
-    def are_idle(self) -> bool:
-        """Whether no queue has work."""
-        return all(queue.is_idle() for queue in self.queues)
-
     def request(self, path: str, status: int, seconds: float) -> None:
         """Count an answered request."""
         self._requests.labels(path, str(status)).inc()

@@ -69,8 +69,8 @@ class Model:
         self.state = "unloaded"
         self.service: Service | None = None
 
-    async def begin(self) -> None:
-        """Load it in a daemon thread, and serve with it."""
+    async def begin(self, are_idle: Callable[[], bool]) -> None:
+        """Load it in a daemon thread, and serve with it; it may learn while `are_idle`."""
         made: Future[Service] = Future()
         made.set_running_or_notify_cancel()
 
@@ -87,7 +87,7 @@ class Model:
         except Exception:
             self.state = "failed"
             raise
-        service.start()
+        service.start(are_idle)
         self.service, self.state = service, "loaded"
 
 
@@ -140,7 +140,7 @@ class Models:
     async def start(self) -> None:
         """Load the first model."""
         try:
-            await self.models[self.first].begin()
+            await self.models[self.first].begin(self.are_idle)
         except Exception as error:
             self.error = error
             self._on_failure()
@@ -207,13 +207,17 @@ class Models:
 
     async def _load(self, name: str, model: Model) -> None:
         try:
-            await model.begin()
+            await model.begin(self.are_idle)
         except Exception as error:
             log.exception("%s could not be loaded", name)
             kind = in_a_line(error).partition(":")[0]
             message = f"the model {name!r} could not be loaded ({kind}); the server's log says why"
             raise Refusal(500, message, "server_error") from error
         log.info("%s is loaded", name)
+
+    def are_idle(self) -> bool:
+        """Whether no model has work; any thread may ask."""
+        return all(model.service is None or model.service.queue.is_idle() for model in self.models.values())
 
     def close(self) -> None:
         """Unload all models; their requests must have ended."""

@@ -20,7 +20,6 @@ from retrieve_spec.config import DraftSources, LoadOptions, ServeConfig
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.drafting.drafter import Preparable
 from retrieve_spec.drafting.presets import build_drafter
-from retrieve_spec.engine.first_passes import learn_bigrams
 from retrieve_spec.errors import ServeError
 from retrieve_spec.reference_model import load_model
 from retrieve_spec.sampling.acceptance import prepare_sampling
@@ -134,8 +133,6 @@ def assemble(
         backend.warm_up(service.end_ids)  # else the first requests wait for kernels
     except Exception:
         log.exception("requests of some kind will fail")
-    if config.learn_idle:
-        service.queue.on_idle = partial(learn_bigrams, model.speculation, service.metrics.are_idle)
     return service
 
 

@@ -288,8 +288,10 @@ class Service:
             open_session=None if self._drafters is None else partial(self._drafters.sessions.get, scope),
         )
 
-    def start(self) -> None:
-        """Start the queue, and read the workspace."""
+    def start(self, are_idle: Callable[[], bool]) -> None:
+        """Start the queue, and read the workspace; the model may learn while no model of the server has work."""
+        if self.config.learn_idle:
+            self.queue.on_idle = partial(self.backend.learn, are_idle)
         self.queue.start()
         if self.workspace is not None:
             self.workspace.start()

@@ -50,6 +50,19 @@ def several(live, say, tokenizer):
     return lambda **options: Several(live, say, tokenizer, **options)
 
 
+def test_a_server_is_idle_when_none_of_its_models_has_work(several):
+    s = several()
+    assert s.said("b") == "I am b"
+    wait_for(s.models.are_idle)
+    gate = s.models.models["b"].service.backend.gate = threading.Semaphore(0)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(s.said, "b")
+        wait_for(lambda: not s.models.are_idle())
+        gate.release(1000)
+        assert asked.result(HANG_S) == "I am b"
+    wait_for(s.models.are_idle)
+
+
 def test_a_request_names_its_model(several):
     s = several()
     assert s.states == {"a": "loaded", "b": "unloaded", "c": "unloaded"}

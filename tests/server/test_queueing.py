@@ -8,7 +8,7 @@ from scripted import Collector, ScriptedBackend
 from waiting import wait_for
 
 from retrieve_spec.server.backend import DraftHints
-from retrieve_spec.server.guard import Metrics, Refusal
+from retrieve_spec.server.guard import Refusal
 from retrieve_spec.server.jobs import Task
 from retrieve_spec.server.queueing import RequestQueue
 from retrieve_spec.server.sampling import Sampling
@@ -295,13 +295,3 @@ def test_idle_moments_are_used_until_a_request_comes(backend, codec):
         wait_for(failed.is_set)
         assert ask(engine, [800]).result().token_ids == list(range(801, 809))
     assert idle[0] == 0 < idle[1] == idle[2]
-
-
-def test_a_server_is_idle_when_none_of_its_models_has_work(backend, codec):
-    metrics, queues = Metrics(), [RequestQueue(backend, codec) for _ in range(2)]
-    metrics.queues.update(queues)
-    assert metrics.are_idle()
-    ask(queues[1], [600])
-    assert not metrics.are_idle()
-    drain(queues[1])
-    assert metrics.are_idle()
