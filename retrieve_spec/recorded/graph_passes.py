@@ -29,7 +29,7 @@ ASSERTIONS = {
 }
 COPIES = {
     aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.contiguous.default,
-    aten.type_as.default, aten.alias.default,
+    aten.type_as.default, aten.alias.default, aten.detach.default,
 }  # fmt: skip
 BINDINGS: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: torch.add,

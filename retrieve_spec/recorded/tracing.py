@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from retrieve_spec.config import PASS
@@ -30,8 +30,6 @@ _ROWS = (PASS.max_rows, 3)
 CONSTANT = "constant_"
 """How the names of tensors begin that a forward reads and are no weights."""
 _DEPENDS = "it does something else for another number of rows"
-_GRAD_MODE = torch._C._set_grad_enabled
-_AUTOCAST = (_enter_autocast, _exit_autocast)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,28 +69,30 @@ def trace(forward: nn.Module, results: int, device: torch.device) -> Trace:
         It does what a graph of operations does not say, or something else for another number of rows.
     """
     weights = _weights(forward)
-    traced, other = (_trace_rows(forward, weights, rows, device) for rows in _ROWS)
-    if len(traced.graph.nodes) != len(other.graph.nodes):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in weights.items()}
+    traced, other = (_trace_rows(forward, mode, fakes, rows, device) for rows in _ROWS)
+    if len(traced.nodes) != len(other.nodes):
         raise NotImplementedError(_DEPENDS)
     graph, made = fx.Graph(), dict[Node, Node]()
-    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    constants = [node for node in traced.graph.nodes if node.op == "get_attr"]
+    inputs = [node for node in traced.nodes if node.op == "placeholder"]
+    constants = [node for node in traced.nodes if node.op == "get_attr"]
     for node in constants:
         name = f"{CONSTANT}{len(weights)}"
-        weights[name] = getattr(traced, node.target)
+        weights[name] = node.meta["val"]
     names = [f"weight_{number}" for number in range(len(weights))] + ["input_ids", "position_ids"]
     for node, name in zip([*inputs[:-2], *constants, *inputs[-2:]], names, strict=True):
         made[node] = graph.placeholder(name)
         made[node].meta = dict(node.meta)
     arguments = _Arguments(graph, made, made[inputs[-1]])
-    for node, twin in zip(traced.graph.nodes, other.graph.nodes, strict=True):
+    for node, twin in zip(traced.nodes, other.nodes, strict=True):
         arguments.twins[node] = twin
         same = node.op == twin.op and node.target == twin.target
         if node.op == "get_attr":
-            same = torch.equal(getattr(traced, node.target), getattr(other, twin.target))
+            same = torch.equal(node.meta["val"], twin.meta["val"])
         if not same:
             raise NotImplementedError(_DEPENDS)
-        if node.op in ("call_function", "output") and not _switches(node):
+        if node.op in ("call_function", "output"):
             made[node] = graph.create_node(node.op, node.target, *arguments.of(node, twin))
             made[node].meta = dict(node.meta)
     *_, output = graph.nodes
@@ -112,20 +112,74 @@ def _weights(forward: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _trace_rows(
-    forward: nn.Module, weights: dict[str, torch.Tensor], rows: int, device: torch.device
-) -> fx.GraphModule:
-    """Trace a forward of some rows over its weights, in order, token ids and positions."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    ids = torch.zeros((1, rows), dtype=torch.long, device=device)
-    given = [mode.from_tensor(tensor) for tensor in (*weights.values(), ids, torch.arange(rows, device=device)[None])]
+    forward: nn.Module, mode: FakeTensorMode, weights: dict[str, torch.Tensor], rows: int, device: torch.device
+) -> fx.Graph:
+    """Trace a forward of some rows over fake weights, in order, token ids and positions."""
+    with torch._C._AutoDispatchBelowAutograd(), mode:
+        inputs = torch.zeros((1, rows), dtype=torch.long, device=device), torch.arange(rows, device=device)[None]
+        recorder = _GraphRecorder([*weights.values(), *inputs])
+        with recorder, _exporting(), _restoring(forward):
+            results = torch.func.functional_call(forward, weights, inputs, tie_weights=False)
+    return recorder.finish(results)
 
-    def call(*tensors: torch.Tensor) -> Any:
-        own = dict(zip(weights, tensors, strict=False))
-        return torch.func.functional_call(forward, own, tensors[-2:], tie_weights=False)
 
-    with mode, _exporting(), _restoring(forward):
-        traced: fx.GraphModule = make_fx(call, pre_dispatch=True)(*given)
-    return traced
+class _GraphRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the operations that are run as a graph.
+
+    Composite operations remain whole below autograd. `make_fx` records the same, but takes three times as long.
+
+    Parameters
+    ----------
+    given
+        The inputs of the graph.
+    """
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._graph = fx.Graph()
+        self._nodes: dict[int, Node] = {}  # by the id of a tensor, which its node holds
+        for number, tensor in enumerate(given):
+            self._record(self._graph.placeholder(f"given_{number}"), tensor)
+
+    def finish(self, results: Any) -> fx.Graph:
+        """Return the graph with these results."""
+        self._graph.output(map_aggregate(results, self._node_of))
+        return self._graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        if torch._C._is_any_autocast_enabled():
+            raise NotImplementedError("it switches autocast on")
+        if torch.Tag.data_dependent_output in func.tags and not isinstance(args[0], FakeTensor):
+            with unset_fake_temporarily():  # a number of a constant
+                return func(*args, **kwargs)
+        # a constant is copied, as the forward may change it in place
+        target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
+        node = self._graph.call_function(target, *(map_aggregate(given, self._node_of) for given in (args, kwargs)))
+        if torch.Tag.inplace_view in func.tags:
+            self._nodes[id(args[0])].meta["val"] = args[0].detach()
+        result = func(*args, **kwargs)
+        self._record(node, result)
+        return result
+
+    def _record(self, node: Node, result: Any) -> None:
+        """Record what a node returns, a tensor or several."""
+        node.meta["val"] = result
+        if isinstance(result, torch.Tensor):
+            self._nodes[id(result)] = node
+        elif isinstance(result, (list, tuple)):
+            for number, part in enumerate(result):
+                self._record(self._graph.call_function(operator.getitem, (node, number)), part)
+
+    def _node_of(self, given: Any) -> Any:
+        """Return the node of a tensor, which is a constant if no node returned it; other arguments unchanged."""
+        if not isinstance(given, torch.Tensor):
+            return given
+        if id(given) not in self._nodes:
+            self._record(self._graph.get_attr(f"{CONSTANT}{len(self._nodes)}"), given)
+        return self._nodes[id(given)]
 
 
 @contextlib.contextmanager
@@ -209,16 +263,3 @@ class _Arguments:
                 self._counts[key] = self._graph.call_function(operator.add, (product, key[1]))
             product.meta["val"], self._counts[key].meta["val"] = times * _ROWS[0], many
         return self._counts[key]
-
-
-def _switches(node: Node) -> bool:
-    """Whether a node switches what is off while a recorded pass runs.
-
-    Raises
-    ------
-    NotImplementedError
-        It switches autocast on.
-    """
-    if node.target is _AUTOCAST[0] and node.args[2]:
-        raise NotImplementedError("it switches autocast on")
-    return node.target is _GRAD_MODE or node.target in _AUTOCAST

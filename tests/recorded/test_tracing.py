@@ -79,6 +79,27 @@ def test_a_trace_leaves_nothing_in_the_modules() -> None:
     assert set(dict(forward.named_buffers())) == {"offset"}
 
 
+class InPlace(Forward):
+    """Changes a number that it makes, and a shape, in place."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, inner = super().forward(input_ids, position_ids)
+        factor = torch.tensor(2.0)
+        factor.mul_(3)
+        return logits.unsqueeze_(0)[0] * factor, inner
+
+
+@torch.no_grad()
+def test_what_a_forward_changes_in_place_is_its_own_each_time() -> None:
+    forward = InPlace().eval()
+    traced = trace(forward, 2, torch.device("cpu"))
+    ids = torch.arange(4)[None]
+    for _ in range(2):
+        assert torch.equal(function(traced.graph)(*traced.weights.values(), ids, ids)[0], forward(ids, ids)[0])
+    (head,) = [node for node in traced.graph.nodes if node.target is torch.ops.aten.linear.default][-1:]
+    assert head.meta["val"].shape == (1, 512, TOKENS)
+
+
 class Autocast(Forward):
     """Switches autocast, on or off."""
 
