@@ -51,7 +51,8 @@ def test_first_draft_of_a_text_needs_no_text():
     assert {SOURCE_NAMES[number] for number in tree.source} == {"bigrams"}
 
 
-def test_entries_are_what_the_model_says(reference_model, reference_tokenizer, cache):
+def test_entries_are_what_the_model_says(reference_model, reference_tokenizer, cache, monkeypatch):
+    monkeypatch.setattr(first_passes, "ASKED_SECONDS", 600.0)
     rs.accelerate(reference_model, tokenizer=reference_tokenizer)
     found = reference_model.speculation.drafters.bigrams
     rs.restore(reference_model)
