@@ -117,6 +117,7 @@ define bfloat @round(float %x) {
 """By feature of Arm: an instruction, and code that LLVM compiles to it if the CPU has the feature."""
 
 
+@functools.cache
 def cpu_features() -> tuple[bool, frozenset[str]]:
     """Whether Numba compiles for an x86 CPU, and LLVM's names of the enabled features."""
     triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
@@ -131,8 +132,11 @@ def arm_features(triple: str, cpu: str, features: str) -> frozenset[str]:
     It derives them from the CPU's name, and does not list them: on macOS it lists no features at all.
     """
     machine = binding.Target.from_triple(triple).create_target_machine(cpu, features)
-    compiled = {name: machine.emit_assembly(binding.parse_assembly(code)) for name, (_, code) in _ARM_CODE.items()}
-    return frozenset(name for name, (instruction, _) in _ARM_CODE.items() if instruction in compiled[name])
+    return frozenset(
+        name
+        for name, (instruction, code) in _ARM_CODE.items()
+        if instruction in machine.emit_assembly(binding.parse_assembly(code))
+    )
 
 
 def _beside() -> None:
