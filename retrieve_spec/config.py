@@ -120,7 +120,7 @@ class SpeculationConfig:
     nodes: int | Literal["auto"] = AUTO
     max_depth: int = 256
     min_path_probability: float = 0.0005
-    prompt_logits: int = 32
+    prompt_logits: int = 8
     prefill_chunk: int = 0
     session: bool | str | os.PathLike[str] = False
     session_tokens: int = 1_000_000
