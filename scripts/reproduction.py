@@ -14,8 +14,9 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from harness import ROOT, published, tokenizer_of
@@ -126,7 +127,7 @@ def measure(args: argparse.Namespace, name: str, how: dict[str, Any]) -> Iterato
             words += ["--limit", str(min(args.limit or how["limit"], how["limit"])), "--runs", str(how.get("runs", 1))]
             words += ["--max-new-tokens", "24"] if args.limit else []
             command = ["bench", "run", "--model", how.get("model", "reference"), *words, "--out", str(folder), "--json"]
-            yield file, tool("retrieve-spec", *command)
+            yield file, tool("retrieve-spec", *command, environment=how.get("environment", {}))
     elif "script" in how:
         program, *words = places.words(f"{how['script']} {trial}")
         yield name, tool(f"scripts/{program}.py", *words)
@@ -162,11 +163,11 @@ def measure(args: argparse.Namespace, name: str, how: dict[str, Any]) -> Iterato
         places.words(how["made"])
 
 
-def tool(program: str, *words: str) -> dict[str, Any]:
-    """Run a program of the environment; the JSON object on the last line of its output, {} where there is none."""
+def tool(program: str, *words: str, environment: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """Run an installed program; return the JSON object on the last line of its output, {} where there is none."""
     print(f"$ {program} {shlex.join(words)}", file=sys.stderr)
     first = [sys.executable, program] if program.endswith(".py") else [str(Path(sys.executable).parent / program)]
-    done = subprocess.run([*first, *words], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([*first, *words], stdout=subprocess.PIPE, text=True, env=os.environ | environment)
     if done.returncode:
         sys.exit(f"{program} failed with {done.returncode}")
     last = (done.stdout.splitlines() or [""])[-1]
