@@ -27,7 +27,7 @@ def commands(tmp_path, monkeypatch):
     """Commands that parts run, refused where the program would; nothing is measured."""
     asked = []
 
-    def tool(program, *words):
+    def tool(program, *words, environment=None):
         asked.append(shlex.split(reproduction.published(["python"] * program.endswith(".py") + [program, *words])))
         if program == "retrieve-spec":
             check_command(list(words))
