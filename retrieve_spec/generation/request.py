@@ -40,6 +40,7 @@ from retrieve_spec.generation.delegation import (
     why_call_delegated,
     why_prepared_delegated,
 )
+from retrieve_spec.generation.templates import Templates
 from retrieve_spec.model_layers import embedded_tokens
 from retrieve_spec.verify.interface import ModelInterface, input_device
 from retrieve_spec.verify.steps import Captured, capture
@@ -183,6 +184,7 @@ def open_sequence(
     options: CallOptions,
     *,
     prediction: Many[int] | None = None,
+    templates: Templates | None = None,
     **kwargs: Any,
 ) -> Sequence | None:
     """Return the sequence of a row (1, L), which `speculation.engine` joins and takes from pass to pass.
@@ -190,7 +192,7 @@ def open_sequence(
     Other arguments are those of `generate_stream`. None where the call is left to the original `generate`.
     """
     tokenizer = kwargs.get("tokenizer")
-    prepared = prepare_call(model, {**as_inputs(input_ids, tokenizer, model), **kwargs})
+    prepared = prepare_call(model, {**as_inputs(input_ids, tokenizer, model), **kwargs}, templates=templates)
     if isinstance(prepared, str):
         return None
     if options.context_ids is not None:
@@ -200,14 +202,16 @@ def open_sequence(
     return sequence
 
 
-def prepare_call(model: Any, arguments: dict[str, Any], why_single: str = TOO_MANY) -> Prepared | str:
-    """Return the prepared call, or why the original `generate` decodes it; `why_single` as of `Call`."""
+def prepare_call(
+    model: Any, arguments: dict[str, Any], why_single: str = TOO_MANY, templates: Templates | None = None
+) -> Prepared | str:
+    """Return the prepared call, or why the original `generate` decodes it; other parameters as of `prepare`."""
     if why_own := own_generate(model):
         return why_own
     if model.speculation.engine.is_stepping:
         return "it is asked for in the middle of another generation"
     try:
-        return prepare(model, original(model), model.speculation.interface, arguments, why_single)
+        return prepare(model, original(model), model.speculation.interface, arguments, why_single, templates)
     except DelegatedCall as why:
         return str(why)
 
@@ -247,8 +251,9 @@ _FIXED = ("static", "sliding_window", "hybrid_chunked")
 
 
 def prepare(
-    model: Any, generate: Generate, interface: ModelInterface, arguments: dict[str, Any], why_single: str = TOO_MANY
-) -> Prepared:
+    model: Any, generate: Generate, interface: ModelInterface, arguments: dict[str, Any], why_single: str = TOO_MANY,
+    templates: Templates | None = None,
+) -> Prepared:  # fmt: skip
     """Let the original `generate` prepare a call.
 
     Parameters
@@ -259,6 +264,8 @@ def prepare(
         The call's arguments by name; `streamer` and `tokenizer` are left to the caller.
     why_single
         Why a call of several rows is left to `generate`; empty where it is not.
+    templates
+        Earlier calls, from which this one can be made.
 
     Raises
     ------
@@ -283,7 +290,10 @@ def prepare(
         arguments["stopping_criteria"] = StoppingCriteriaList(
             [*(arguments.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stop_strings)]
         )
-    captured: Captured = generate(**{**arguments, "custom_generate": capture})
+    if templates is not None and stop_strings is None:
+        captured = templates.prepare(generate, arguments)
+    else:
+        captured = generate(**{**arguments, "custom_generate": capture})
     if streamer is not None and len(captured.input_ids) > 1:
         raise DelegatedCall("a streamer gets tokens of several rows")
     return from_captured(model, captured, interface, arguments, why_single)

@@ -29,6 +29,7 @@ from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ServeError
 from retrieve_spec.generation.request import open_sequence
 from retrieve_spec.generation.streams import generate_stream
+from retrieve_spec.generation.templates import Templates
 from retrieve_spec.model_layers import max_positions
 from retrieve_spec.server.sampling import (
     BeginningProcessor,
@@ -201,6 +202,7 @@ class Backend:
         self._infill: Any = None
         self._grammars: Grammars | None = None
         self._beginnings: Beginnings | None = None
+        self._templates = Templates(self._cache_name)
         self.n_ctx = max_positions(model) or 4096
         if ctx_size:
             self.n_ctx = min(self.n_ctx, ctx_size)
@@ -302,7 +304,9 @@ class Backend:
             arguments["eos_token_id"] = sorted(end_ids)
         options = hints.options(sampling)
         prediction = list(hints.prediction) if hints.enabled and hints.prediction else None
-        sequence = open_sequence(self.model, ids, options, prediction=prediction, **arguments)
+        sequence = open_sequence(
+            self.model, ids, options, prediction=prediction, templates=self._templates, **arguments
+        )  # fmt: skip
         if sequence is None and sampling.logprobs is not None:
             got = "a model that is left to its own `generate`"
             raise ServeError("log-probabilities from passes of this library", got, "Leave logprobs out.")
