@@ -10,6 +10,7 @@ import torch
 from batch_rows import small_model
 from scripted_drafter import ScriptedDrafter
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import retrieve_spec as rs
 
@@ -34,6 +35,33 @@ class WeightOnly(nn.Module):
         return x @ (self.codes.float() * self.scale).T
 
 
+class Codes(torch.Tensor):
+    """A weight that is made of int8 weights and scales, and looks like one of float32."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Any:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+        made.codes, made.scale = codes, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Any:
+        return cls(**inner)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        args, kwargs = tree_map_only(cls, lambda weight: weight.codes * weight.scale, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
 @pytest.fixture
 def full() -> Any:
     return small_model("llama", hidden_size=64, intermediate_size=128, head_dim=16)
@@ -56,6 +84,14 @@ def check(model: Any, script: str, tokens_per_pass: float) -> None:
 
 def test_weight_only_quantisation_is_recorded_and_verified_in_trees(full: Any) -> None:
     replace_linears(full.model.modules(), WeightOnly)
+    check(full, "branchy", 2.0)
+    assert full.speculation.mode == "tree" and full.speculation.last.pass_kind == "recorded"
+
+
+def test_weights_that_are_made_of_other_tensors_are_not_read_by_their_address(full: Any) -> None:
+    for layer in full.model.layers:
+        own = WeightOnly(layer.mlp.up_proj)
+        layer.mlp.up_proj.weight = nn.Parameter(Codes(own.codes, own.scale), requires_grad=False)
     check(full, "branchy", 2.0)
     assert full.speculation.mode == "tree" and full.speculation.last.pass_kind == "recorded"
 

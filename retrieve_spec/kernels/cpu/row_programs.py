@@ -21,6 +21,7 @@ import torch
 from llvmlite import binding
 from numba import cfunc, config, types
 from numpy.typing import NDArray
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from retrieve_spec.kernels.compiled_code import inlined, inner
@@ -492,7 +493,9 @@ def attends_fast_for_many(dtype: torch.dtype) -> bool:
 
 
 def serves(weight: torch.Tensor) -> bool:
-    """Whether programs can multiply by a weight without packing it."""
+    """Whether programs can multiply by a weight without packing it; not by one that is made of other tensors."""
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter, FakeTensor):
+        return False
     if weight.ndim != 2 or weight.device.type != "cpu" or weight.dtype not in LIKE or not weight.is_contiguous():
         return False
     row_bytes = weight.shape[1] * weight.element_size()
