@@ -157,12 +157,13 @@ def check_repeatable(graph: fx.Graph) -> None:
 
 def drop_noops(graph: fx.Graph) -> None:
     """Remove shape assertions, conversions to what a tensor already is, products by one and idle dropout."""
+    changed = changed_in_place(graph)
     for node in nodes_of(graph):
         if node.op != "call_function":
             continue
         if node.target in ASSERTIONS:
             graph.erase_node(node)
-        elif _changes_nothing(node):
+        elif _changes_nothing(node) and changed.isdisjoint((node, node.args[0])):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
@@ -182,13 +183,32 @@ def _changes_nothing(node: Node) -> bool:
     return node.target is aten.dropout.default and (node.args[1] == 0.0 or node.args[2] is False)
 
 
+def changed_in_place(graph: fx.Graph) -> set[Node]:
+    """Return the nodes whose results are in memory that an operation changes in place."""
+    owners: dict[Node, Node] = {}
+    changed: set[Node] = set()
+    for node in graph.nodes:
+        owners[node] = owners[node.args[0]] if node.target is operator.getitem else node
+        schema = getattr(node.target, "_schema", None)
+        for number, argument in enumerate(schema.arguments if schema is not None else ()):
+            if argument.alias_info is None:
+                continue
+            given = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
+            for shared in given if isinstance(given, list) else [given]:
+                owners[node] = owners.get(shared, node)
+                if argument.alias_info.is_write:
+                    changed.add(owners[node])
+    return {node for node, owner in owners.items() if owner in changed}
+
+
 def merge_equal(graph: fx.Graph) -> None:
-    """Compute equal expressions once; the graph is functional, so equal inputs give equal outputs."""
+    """Compute equal expressions once, but for those of memory that is changed in place."""
     first: dict[Any, Node] = {}
+    changed = changed_in_place(graph)
     for node in nodes_of(graph):
         if node.op != "call_function" or node.target is torch.ops.retrieve_spec.attend.default:
             continue
-        if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+        if not isinstance(node.target, torch._ops.OpOverload) or not changed.isdisjoint((node, *node.all_input_nodes)):
             continue
         key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
         if key in first:

@@ -152,3 +152,21 @@ def test_a_forward_that_does_something_else_with_more_rows_is_not_recorded(most:
         layer.mlp.__class__, layer.mlp.most = ManyRows, most
     accelerate(model)
     check(model, kind)
+
+
+class Apart(LlamaMLP):  # type: ignore[misc]
+    """Changes in place what begins equal, and a copy."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        even, odd, copied = torch.zeros(x.shape), torch.zeros(x.shape), x * 1.0
+        even[..., ::2] += 1
+        odd[..., 1::2] -= 1
+        copied.mul_(even + odd)
+        return super().forward(x + copied)
+
+
+def test_what_is_changed_in_place_is_not_taken_for_its_equal() -> None:
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Apart
+    check(accelerate(model))
