@@ -236,7 +236,7 @@ def _open_rows(graph: fx.Graph) -> None:
     output = next(node for node in graph.nodes if node.op == "output")
     logits, *others = output.args[0]
     head = logits
-    while isinstance(head, fx.Node) and head.target in ROW_BY_ROW:
+    while isinstance(head, fx.Node) and head.target in ROW_BY_ROW and not any(map(_has_rows, head.args[1:])):
         head = head.args[0]
     if head.op == "call_function" and head.target in (aten.linear.default, PACKED_PRODUCT):
         with graph.inserting_before(head):
@@ -246,6 +246,11 @@ def _open_rows(graph: fx.Graph) -> None:
     else:
         with graph.inserting_before(output):
             output.update_arg(0, (graph.call_method("__getitem__", (logits, (slice(None), wanted))), *others))
+
+
+def _has_rows(given: Any) -> bool:
+    """Whether an argument of an operation on logits has more than one row."""
+    return getattr(value(given), "ndim", 0) > 1 and value(given).shape[-2] > 1
 
 
 def value(node: Any) -> Any:

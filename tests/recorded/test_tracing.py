@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_decoders import accelerate, build, check
+from small_decoders import accelerate, build, check, ids, says
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -170,3 +170,20 @@ def test_what_is_changed_in_place_is_not_taken_for_its_equal() -> None:
     for layer in model.model.layers:
         layer.mlp.__class__ = Apart
     check(accelerate(model))
+
+
+class Tempered(nn.Linear):
+    """A head whose logits have a scale for each row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * x.abs().mean(-1, keepdim=True)
+
+
+def test_logits_of_some_rows_have_the_scales_of_these_rows() -> None:
+    model = build("llama")
+    model.lm_head.__class__ = Tempered
+    accelerate(model)
+    for length in (20, 50):
+        said = model.generate(ids(length), max_new_tokens=10, do_sample=False)
+        assert torch.equal(said, says(model, ids(length)))
+    assert model.speculation.pass_kind == "recorded"
