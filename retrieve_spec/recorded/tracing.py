@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -79,7 +79,7 @@ def trace(forward: nn.Module, results: int, device: torch.device) -> Trace:
     constants = [node for node in traced.nodes if node.op == "get_attr"]
     for node in constants:
         name = f"{CONSTANT}{len(weights)}"
-        weights[name] = node.meta["val"]
+        weights[name] = node.meta["constant"]
     names = [f"weight_{number}" for number in range(len(weights))] + ["input_ids", "position_ids"]
     for node, name in zip([*inputs[:-2], *constants, *inputs[-2:]], names, strict=True):
         made[node] = graph.placeholder(name)
@@ -89,7 +89,8 @@ def trace(forward: nn.Module, results: int, device: torch.device) -> Trace:
         arguments.twins[node] = twin
         same = node.op == twin.op and node.target == twin.target
         if node.op == "get_attr":
-            same = torch.equal(node.meta["val"], twin.meta["val"])
+            one, another = node.meta["constant"], twin.meta["constant"]
+            same = one is another or torch.equal(one, another)
         if not same:
             raise NotImplementedError(_DEPENDS)
         if node.op in ("call_function", "output"):
@@ -126,7 +127,9 @@ def _trace_rows(
 class _GraphRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations that are run as a graph.
 
-    Composite operations remain whole below autograd. `make_fx` records the same, but takes three times as long.
+    Constants, which depend on no weight and no input, are computed all the same: the forward may read their numbers,
+    and keep them where they outlive the trace. Composite operations remain whole below autograd. `make_fx` records the
+    same, but takes three times as long.
 
     Parameters
     ----------
@@ -137,7 +140,10 @@ class _GraphRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._graph = fx.Graph()
-        self._nodes: dict[int, Node] = {}  # by the id of a tensor, which its node holds
+        self._nodes: dict[int, Node] = {}  # by the id of a tensor, which its node or `_constants` holds
+        self._constants: dict[Node, torch.Tensor] = {}
+        self._own: set[int] = set()  # storages of constants that the forward makes
+        self._unknown: set[int] = set()  # storages of constants that a call would overwrite with other numbers
         for number, tensor in enumerate(given):
             self._record(self._graph.placeholder(f"given_{number}"), tensor)
 
@@ -152,34 +158,79 @@ class _GraphRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if torch._C._is_any_autocast_enabled():
             raise NotImplementedError("it switches autocast on")
-        if torch.Tag.data_dependent_output in func.tags and not isinstance(args[0], FakeTensor):
-            with unset_fake_temporarily():  # a number of a constant
-                return func(*args, **kwargs)
-        # a constant is copied, as the forward may change it in place
-        target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
-        node = self._graph.call_function(target, *(map_aggregate(given, self._node_of) for given in (args, kwargs)))
+        # a number of the code is copied, as the forward may change it in place
+        func = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
+        node = self._graph.call_function(func, *(map_aggregate(given, self._node_of) for given in (args, kwargs)))
+        constants = [self._constants[given] for given in node.all_input_nodes if given in self._constants]
+        storages = set(map(_storage, constants))
+        if len(constants) == len(node.all_input_nodes) and self._may_compute(func, storages):
+            with unset_fake_temporarily():
+                result = func(*args, **kwargs)
+            self._record_constant(node, result, storages)
+            return result
+        if func._schema.is_mutable:
+            self._unknown |= storages
         if torch.Tag.inplace_view in func.tags:
             self._nodes[id(args[0])].meta["val"] = args[0].detach()
+        if constants:
+            args, kwargs = (map_aggregate(given, _fake) for given in (node.args, node.kwargs))
         result = func(*args, **kwargs)
         self._record(node, result)
         return result
+
+    def _may_compute(self, func: Any, storages: set[int]) -> bool:
+        """Whether an operation on constants gives a constant, and changes none that was there before."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        if torch.Tag.inplace_view in func.tags:
+            return storages <= self._own
+        return not storages & self._unknown and (storages <= self._own or not func._schema.is_mutable)
 
     def _record(self, node: Node, result: Any) -> None:
         """Record what a node returns, a tensor or several."""
         node.meta["val"] = result
         if isinstance(result, torch.Tensor):
             self._nodes[id(result)] = node
-        elif isinstance(result, (list, tuple)):
-            for number, part in enumerate(result):
-                self._record(self._graph.call_function(operator.getitem, (node, number)), part)
+        for number, part in enumerate(_parts(result)):
+            self._record(self._graph.call_function(operator.getitem, (node, number)), part)
+
+    def _record_constant(self, node: Node, result: Any, storages: set[int]) -> None:
+        """Record a constant, or several, that a node makes of some storages."""
+        if isinstance(result, torch.Tensor):
+            stand_in = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device)
+            self._record(node, stand_in)
+            self._nodes[id(result)], self._constants[node] = node, result
+            self._own |= {_storage(result)} - storages
+        for number, part in enumerate(_parts(result)):
+            self._record_constant(self._graph.call_function(operator.getitem, (node, number)), part, storages)
 
     def _node_of(self, given: Any) -> Any:
         """Return the node of a tensor, which is a constant if no node returned it; other arguments unchanged."""
         if not isinstance(given, torch.Tensor):
             return given
         if id(given) not in self._nodes:
-            self._record(self._graph.get_attr(f"{CONSTANT}{len(self._nodes)}"), given)
+            node = self._graph.get_attr(f"{CONSTANT}{len(self._nodes)}")
+            node.meta["constant"] = given
+            if type(given) in (torch.Tensor, nn.Parameter) and given.layout is torch.strided:
+                self._record_constant(node, given, {_storage(given)})
+            else:
+                self._record(node, given)
         return self._nodes[id(given)]
+
+
+def _parts(result: Any) -> Sequence[Any]:
+    """Return what an operation returns where that is several."""
+    return result if isinstance(result, (list, tuple)) else ()
+
+
+def _fake(given: Any) -> Any:
+    """Return what a node returned, or what stands for it where that is a constant; other arguments unchanged."""
+    return given.meta["val"] if isinstance(given, fx.Node) else given
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return what identifies the storage of a tensor."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 @contextlib.contextmanager

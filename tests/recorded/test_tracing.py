@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,62 @@ def test_what_a_forward_changes_in_place_is_its_own_each_time() -> None:
         assert torch.equal(function(traced.graph)(*traced.weights.values(), ids, ids)[0], forward(ids, ids)[0])
     (head,) = [node for node in traced.graph.nodes if node.target is torch.ops.aten.linear.default][-1:]
     assert head.meta["val"].shape == (1, 512, TOKENS)
+
+
+@functools.cache
+def factors(rows: int) -> torch.Tensor:
+    """A table that outlives every call, as of rotary angles."""
+    return torch.linspace(1, 2, 2 * TOKENS).cumsum(0)[:rows, None].mul_(torch.tensor([2.0, 3.0]).prod().item())
+
+
+class Constants(Forward):
+    """Reads the numbers of constants, and keeps some outside of modules."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, inner = super().forward(input_ids, position_ids)
+        chosen = torch.arange(WIDTH)[torch.tensor([True, False] * (WIDTH // 2))]
+        return logits * factors(input_ids.shape[1]), inner[..., chosen]
+
+
+@torch.no_grad()
+def test_constants_are_computed_in_a_trace_and_may_outlive_it() -> None:
+    forward = Constants().eval()
+    traced = trace(forward, 2, torch.device("cpu"))
+    for rows in (3, 4, 512):
+        given = torch.arange(rows)[None] % TOKENS, torch.arange(rows)[None]
+        ours = function(traced.graph)(*traced.weights.values(), *given)
+        assert not isinstance(factors(rows), FakeTensor)
+        assert all(map(torch.equal, ours, forward(*given)))
+
+
+@pytest.mark.parametrize("write", [torch.Tensor.copy_, torch.Tensor.add_])
+def test_numbers_that_come_from_weights_are_not_read_from_what_a_forward_makes(write: Callable[..., Any]) -> None:
+    class Written(Forward):
+        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits, inner = super().forward(input_ids, position_ids)
+            made = torch.zeros(2)
+            write(made[1:], self.offset[:1])
+            return logits * made[1].item(), inner
+
+    with torch.no_grad(), pytest.raises(Exception, match="_local_scalar_dense"):
+        trace(Written().eval(), 2, torch.device("cpu"))
+
+
+@torch.no_grad()
+def test_tensors_that_a_forward_reads_are_left_as_they_were() -> None:
+    class Counting(Forward):
+        def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            self.factor += 1
+            logits, inner = super().forward(input_ids, position_ids)
+            return logits, inner * self.factor.view(1)
+
+    forward = Counting().eval()
+    traced = trace(forward, 2, torch.device("cpu"))
+    assert float(forward.factor) == 3
+    given = torch.arange(4)[None], torch.arange(4)[None]
+    ours = function(traced.graph)(*traced.weights.values(), *given)
+    forward.factor.fill_(3)
+    assert all(map(torch.equal, ours, forward(*given)))
 
 
 class Autocast(Forward):
