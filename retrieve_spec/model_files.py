@@ -18,8 +18,9 @@ from retrieve_spec.config import cache_dir
 from retrieve_spec.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, in_a_line
 
 if TYPE_CHECKING:
+    import torch
     from gguf import GGUFReader
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -290,9 +291,26 @@ def with_all_weights(source: str | Path, name: str, **options: Any) -> PreTraine
     """
     from transformers import AutoModelForCausalLM
 
-    model, found = AutoModelForCausalLM.from_pretrained(
-        source, output_loading_info=True, ignore_mismatched_sizes=True, **options
-    )
+    return _whole(AutoModelForCausalLM, source, name, **options)
+
+
+def with_values(
+    config: PretrainedConfig, values: dict[str, torch.Tensor], source: str | Path, **options: Any
+) -> PreTrainedModel:
+    """Load a causal language model from tensors by the names of a checkpoint, which `source` names in errors.
+
+    Raises UnsupportedModelError as `with_all_weights` does.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config))  # the class itself, as only that takes tensors
+    return _whole(kind, None, str(source), config=config, state_dict=values, **options)
+
+
+def _whole(kind: Any, source: str | Path | None, name: str, **options: Any) -> PreTrainedModel:
+    model, found = kind.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     wrong = [f"none for {_first_of(sorted(found['missing_keys']))}"] if found["missing_keys"] else []
     if others := sorted(key for key, *_ in found["mismatched_keys"]):
         wrong.append(f"others than its config says for {_first_of(others)}")

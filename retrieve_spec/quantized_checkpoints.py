@@ -1,15 +1,20 @@
-"""Checkpoints of AWQ, GPTQ and compressed-tensors with weights of 4 bits, as packed weights of the same values.
+"""Checkpoints that other packages quantised, read without these packages.
 
-Their groups have a scale and a zero point for 32 weights or a multiple, so levels are repacked instead of rounded again
-(`retrieve_spec.quantized`). Values of symmetric groups do not change; offsets of others are rounded to float16.
+- AWQ, GPTQ and compressed-tensors with 4 bits become packed weights (`convert`): groups have a scale and a zero point
+  for 32 weights or a multiple, so levels are repacked instead of rounded again (`retrieve_spec.quantized`). Values of
+  symmetric groups do not change; offsets of others are rounded to float16.
+- FP8, compressed-tensors with 8 bits and bitsandbytes become weights in 16 or 32 bits (`read_values`). Their own layers
+  also round inputs to 8 bits, which has no place on a CPU; here inputs are not rounded, so scales of inputs are unused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +33,7 @@ if TYPE_CHECKING:
 _BITS = 4
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 """Place in a word of AWQ of each of eight outputs."""
-_REMEDY = "Load it without quantize, with the package of its format."
+_REMEDY = "Load it by from_pretrained, with the package of its format."
 Get = Callable[[str], torch.Tensor | None]
 """Returns a tensor by name, None if there is none."""
 
@@ -152,21 +157,13 @@ def convert(source: Path, config: PretrainedConfig) -> Callable[[Path], None]:
         lacks tensors of its model.
     """
     from huggingface_hub import save_torch_state_dict
-    from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
-    settings = _settings(config)
-    plain = copy.deepcopy(config)
-    del plain.quantization_config
+    settings = _settings_of_levels(config)
+    plain = _without_format(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(plain, dtype=torch.bfloat16)
-    with contextlib.ExitStack() as opened:
-        files = {}
-        for path in source.glob("*.safetensors"):
-            file = opened.enter_context(safe_open(path, "pt"))
-            files.update(dict.fromkeys(file.keys(), file))
-        if not files:
-            raise UnsupportedModelError("weights in *.safetensors", f"none in {source.name}", _REMEDY)
+    with _opened(source) as files:
         head = model.get_output_embeddings()
         linear = (path for path, module in model.named_modules() if type(module) is nn.Linear and module is not head)
         wanted = WeightOnlyConfig(_BITS, [path for path in linear if f"{path}.weight" in files])
@@ -183,13 +180,29 @@ def convert(source: Path, config: PretrainedConfig) -> Callable[[Path], None]:
     return save
 
 
+@contextlib.contextmanager
+def _opened(source: Path) -> Iterator[dict[str, Any]]:
+    """Yield the open file of each tensor in a folder, by name."""
+    from safetensors import safe_open
+
+    with contextlib.ExitStack() as opened:
+        files = {}
+        for path in source.glob("*.safetensors"):
+            file = opened.enter_context(safe_open(path, "pt"))
+            files.update(dict.fromkeys(file.keys(), file))
+        if not files:
+            raise UnsupportedModelError("weights in *.safetensors", f"none in {source.name}", _REMEDY)
+        yield files
+
+
+def _getter(files: dict[str, Any]) -> Get:
+    return lambda name: files[name].get_tensor(name) if name in files else None
+
+
 def _packed_state(model: Any, files: dict[str, Any], settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of a quantised model, which is on the meta device, from the open file of each tensor."""
 
-    def get(name: str) -> torch.Tensor | None:
-        return files[name].get_tensor(name) if name in files else None
-
-    marker, read = _FORMATS[settings["quant_method"]]
+    get, (marker, read) = _getter(files), _FORMATS[settings["quant_method"]]
     head, state = model.get_output_embeddings(), {}
     for key, wanted in model.state_dict().items():
         if key in model.all_tied_weights_keys:
@@ -213,16 +226,14 @@ def _packed_state(model: Any, files: dict[str, Any], settings: dict[str, Any]) -
     return state
 
 
-def _settings(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the settings of a checkpoint's format, after checking that they are supported."""
-    given: Any = config.quantization_config
-    settings: dict[str, Any] = given if isinstance(given, dict) else given.to_dict()
-    method, groups = settings.get("quant_method"), settings.get("config_groups") or {}
+def _settings_of_levels(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the settings of a checkpoint's format, after checking that `convert` supports them."""
+    settings = _settings(config)
+    method = settings.get("quant_method")
     if method not in _FORMATS:
-        raise UnsupportedModelError(
-            f"weights that are not quantised, or by {', '.join(_FORMATS)}", str(method), _REMEDY
-        )
-    weights = [group["weights"] for group in groups.values() if group["weights"]]  # others quantise activations
+        formats = ", ".join((*_FORMATS, *_WITH_VALUES))
+        raise UnsupportedModelError(f"weights that are not quantised, or by {formats}", str(method), _REMEDY)
+    weights = [group["weights"] for group in _groups(settings)]
     bits = {each["num_bits"] for each in weights} or {settings.get("bits")}
     bits |= {layer["bits"] for layer in (settings.get("dynamic") or {}).values() if "bits" in layer}
     if bits != {_BITS}:
@@ -230,14 +241,145 @@ def _settings(config: PretrainedConfig) -> dict[str, Any]:
     layouts = _LAYOUTS[method][1]
     if (layout := _layout(settings)) not in layouts:
         raise UnsupportedModelError(f"weights in the layout {' or '.join(layouts)}", layout, _REMEDY)
+    _check_transforms(settings)
+    return settings
+
+
+def _settings(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the settings of a checkpoint's format; none if it has no format."""
+    given: Any = getattr(config, "quantization_config", None) or {}
+    return given if isinstance(given, dict) else given.to_dict()
+
+
+def _groups(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the groups of compressed-tensors that quantise weights; others quantise activations."""
+    return [group for group in (settings.get("config_groups") or {}).values() if group["weights"]]
+
+
+def _check_transforms(settings: dict[str, Any]) -> None:
+    """Check that no inputs or outputs are to be rotated."""
     transforms = (settings.get("transform_config") or {}).get("config_groups") or {}
     places = {each["location"] for transform in transforms.values() for each in transform["apply"]}
     if online := sorted(place for place in places if not place.startswith("weight")):
         raise UnsupportedModelError("transforms of weights only", f"transforms of {', '.join(online)}", _REMEDY)
-    return settings
 
 
 def _layout(settings: dict[str, Any]) -> str:
     """Return the layout of a checkpoint's quantised weights."""
     names, (usual, *_) = _LAYOUTS[settings["quant_method"]]
     return str(next((settings[name] for name in names if settings.get(name)), usual)).lower()
+
+
+def _without_format(config: PretrainedConfig) -> PretrainedConfig:
+    plain = copy.deepcopy(config)
+    del plain.quantization_config
+    return plain
+
+
+def has_values(config: PretrainedConfig) -> bool:
+    """Whether a checkpoint has one of the formats of `read_values`."""
+    settings = _settings(config)
+    method = settings.get("quant_method")
+    return method in _WITH_VALUES or (method == "compressed-tensors" and settings.get("format") in _SCALED_LAYOUTS)
+
+
+def read_values(
+    source: Path, config: PretrainedConfig, dtype: torch.dtype
+) -> tuple[PretrainedConfig, dict[str, torch.Tensor]]:
+    """Read the values of a checkpoint's weights.
+
+    Parameters
+    ----------
+    source
+        Folder of the checkpoint, with its weights in safetensors.
+    config
+        Its configuration, for which `has_values` is true.
+    dtype
+        Of the weights that are quantised there; others keep theirs.
+
+    Returns
+    -------
+    tuple
+        Configuration and tensors of the same model without a format.
+
+    Raises
+    ------
+    UnsupportedModelError
+        Inputs are to be rotated, or a weight's scale is missing or unknown.
+    """
+    settings = _settings(config)
+    _check_transforms(settings)
+    state = {}
+    with _opened(source) as files:
+        get = _getter(files)
+        markers = {name[: found.start()]: found[1] for name in files if (found := _MARKER.search(name))}
+        for layer, marker in markers.items():
+            read = _by_table if marker == _TABLE_MARKER else _by_scale
+            state[f"{layer}.weight"] = read(get, layer, marker, settings).to(dtype)
+        for name in files:
+            if (layer_and_part := _PART.fullmatch(name)) and layer_and_part[1] in markers:
+                continue
+            tensor = state[name] = files[name].get_tensor(name)
+            if tensor.dtype == torch.int8 or (tensor.is_floating_point() and tensor.element_size() == 1):
+                raise UnsupportedModelError(f"a known scale for {name}", "none", _REMEDY)
+    return _without_format(config), state
+
+
+_TABLE_MARKER = "weight.absmax"
+_MARKER = re.compile(r"\.(weight_scale_inv|weight_scale|SCB|weight\.absmax)$")
+"""A tensor that every quantised layer has: its scales."""
+_PART = re.compile(r"(.*?)\.(weight\..+|(?!bias$)[^.]+)")
+"""A layer, and a tensor that its format replaces."""
+_WITH_VALUES = ("fp8", "fbgemm_fp8", "bitsandbytes")
+_SCALED_LAYOUTS = ("float-quantized", "int-quantized", "naive-quantized")
+"""Layouts of compressed-tensors in which each weight has 8 bits."""
+
+
+def _by_scale(get: Get, layer: str, marker: str, settings: dict[str, Any]) -> torch.Tensor:
+    """Return the values of numbers of 8 bits with a scale of all of them, or with scales of outputs or blocks."""
+    weight, scales = _read(get, layer, "weight", marker)
+    values, zeros = weight.float(), get(f"{layer}.weight_zero_point")
+    if zeros is not None:
+        values -= zeros
+    if scales.dtype == torch.uint8:
+        scales = scales.view(torch.float8_e8m0fnu)
+    scales = scales.float().reshape(-1, 1) if scales.dim() < 2 else scales.float()
+    if marker == "SCB":
+        scales = scales / 127
+    for size, axis in zip(_block(weight.shape, scales.shape, settings, layer), (0, 1), strict=True):
+        scales = scales.repeat_interleave(size, axis).narrow(axis, 0, weight.shape[axis])
+    return values.mul_(scales)
+
+
+def _block(weight: torch.Size, scales: torch.Size, settings: dict[str, Any], layer: str) -> tuple[int, int]:
+    """Return the numbers of outputs and inputs that share a scale."""
+    sizes = [
+        settings.get("weight_block_size"),
+        *(group["weights"].get("block_structure") for group in _groups(settings)),
+    ]
+    for size in filter(None, sizes):
+        if all(-(-numbers // some) == given for numbers, some, given in zip(weight, size, scales, strict=True)):
+            return size
+    if any(numbers % given for numbers, given in zip(weight, scales, strict=True)):
+        raise UnsupportedModelError(
+            f"scales of equal blocks in {layer}", f"{tuple(scales)} of {tuple(weight)}", _REMEDY
+        )
+    outputs, inputs = (numbers // given for numbers, given in zip(weight, scales, strict=True))
+    return outputs, inputs
+
+
+def _by_table(get: Get, layer: str, marker: str, settings: dict[str, Any]) -> torch.Tensor:
+    """Return the values of two numbers of 4 bits in each byte, which are places in a table, with scales of blocks."""
+    kind = f"weight.quant_state.bitsandbytes__{settings['bnb_4bit_quant_type']}"
+    weight, scales, table, text = _read(get, layer, "weight", marker, "weight.quant_map", kind)
+    about = json.loads(bytes(text.tolist()))
+    if "nested_offset" in about:
+        nested, nested_table = _read(get, layer, "weight.nested_absmax", "weight.nested_quant_map")
+        scales = _times(nested_table[scales.int()], nested, about["nested_blocksize"]) + about["nested_offset"]
+    pairs = torch.cartesian_prod(table, table)  # the first of a byte is in its high bits
+    return _times(pairs[weight.view(torch.uint8).flatten().int()], scales, about["blocksize"]).view(about["shape"])
+
+
+def _times(values: torch.Tensor, scales: torch.Tensor, size: int) -> torch.Tensor:
+    """Multiply each block of so many values by its scale."""
+    return values.flatten().mul_(scales.float().repeat_interleave(size)[: values.numel()])

@@ -30,6 +30,7 @@ from retrieve_spec.model_files import (
     make_folder,
     read_gguf,
     with_all_weights,
+    with_values,
     writing_to_cache,
 )
 from retrieve_spec.openmp import survive_forks
@@ -74,8 +75,8 @@ def load_model(
     quantize
         `"int8"` or `"int4"` packs the weights (`retrieve_spec.quantized`), once: the folder is kept in the cache, for
         CPUs and CUDA GPUs. Activations are bfloat16 then. `"int4"` also packs checkpoints of AWQ, GPTQ and
-        compressed-tensors with 4 bits, whose values stay (`retrieve_spec.quantized_checkpoints`). None leaves weights
-        as they are.
+        compressed-tensors with 4 bits, whose values stay. None leaves weights as they are; on a CPU, those of FP8,
+        compressed-tensors with 8 bits and bitsandbytes become bfloat16 (`retrieve_spec.quantized_checkpoints`).
 
     Raises
     ------
@@ -97,7 +98,7 @@ def load_model(
         require(dtype in ("auto", "bfloat16"), "dtype 'auto' or 'bfloat16' with quantize", dtype, "Leave it at 'auto'.")
         serves = target.type in ("cpu", "cuda")
         require(serves, "a CPU or a CUDA GPU, which multiply by packed weights", str(target), "Give device='cpu'.")
-    import retrieve_spec.quantized  # noqa: F401  # registers the format of packed models
+    from retrieve_spec.quantized_checkpoints import has_values
 
     if quantize is not None and (file := _gguf_file(name)) is not None:
         with _explained(name):
@@ -106,10 +107,12 @@ def load_model(
         source, options = _locate(name)
         config, tokenizer = _config_and_tokenizer(name, source, options)
         with _explained(name):
-            if quantize is None:
-                model = with_all_weights(source, name, config=config, dtype=wanted, **options)
-            else:
+            if quantize is not None:
                 model = _quantised(source, config, options, quantize)
+            elif target.type == "cpu" and has_values(config):
+                model = _of_values(source, config, wanted)
+            else:
+                model = with_all_weights(source, name, config=config, dtype=wanted, **options)
     with torch.no_grad():
         model.to(target)
     model.eval()
@@ -118,7 +121,10 @@ def load_model(
 
 def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], quantize: str) -> PreTrainedModel:
     """A model with packed weights, from the cache where it was made before."""
+    import torch
+
     from retrieve_spec.quantized import WeightOnlyConfig
+    from retrieve_spec.quantized_checkpoints import has_values
 
     place = Path(source)
     files = [(path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in place.glob("*.*")]
@@ -126,24 +132,46 @@ def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], q
     folder = _packed_folder(quantize, *of)
     if folder.exists():
         return with_all_weights(folder, source, local_files_only=True)
-    if getattr(config, "quantization_config", None) is not None:
-        _convert(place, config, folder, quantize)
+    stored, wanted = getattr(config, "quantization_config", None), WeightOnlyConfig(QUANTISED[quantize])
+    if stored is None:
+        model = with_all_weights(source, source, config=config, quantization_config=wanted, **options)
+    elif has_values(config):
+        model = _of_values(source, config, torch.bfloat16, quantization_config=wanted)
+    else:
+        _convert(_local(source), config, folder, quantize)
         return with_all_weights(folder, source, local_files_only=True)
-    wanted = WeightOnlyConfig(QUANTISED[quantize])
-    model = with_all_weights(source, source, config=config, quantization_config=wanted, **options)
     _keep(model, folder, model.save_pretrained)
     return model
 
 
-def _convert(place: Path, config: PretrainedConfig, folder: Path, quantize: str) -> None:
-    """Convert a quantised checkpoint, a folder or a hub id, to a folder with packed weights."""
+def _local(source: str) -> Path:
+    """The folder of a checkpoint, a folder or a hub id."""
     from huggingface_hub import snapshot_download
 
+    place = Path(source)
+    return place if place.is_dir() else Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
+
+
+def _of_values(source: str, config: PretrainedConfig, dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
+    """A model of the values that a quantised checkpoint has; "auto" is bfloat16."""
+    import torch
+    from transformers import GenerationConfig
+
+    from retrieve_spec.quantized_checkpoints import read_values
+
+    folder, kind = _local(source), torch.bfloat16 if isinstance(dtype, str) else dtype
+    plain, values = read_values(folder, config, kind)
+    if (folder / "generation_config.json").is_file():
+        options["generation_config"] = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return with_values(plain, values, source, dtype=kind, **options)
+
+
+def _convert(local: Path, config: PretrainedConfig, folder: Path, quantize: str) -> None:
+    """Convert a checkpoint with weights of 4 bits to a folder with packed weights."""
     from retrieve_spec.quantized_checkpoints import convert
 
     if quantize != "int4":
         raise UnsupportedModelError("weights that are not quantised, or quantize='int4'", quantize, "Give 'int4'.")
-    local = place if place.is_dir() else Path(snapshot_download(str(place), allow_patterns=["*.json", "*.safetensors"]))
     save = convert(local, config)
     with writing_to_cache(sum(path.stat().st_size for path in local.glob("*.safetensors"))):
         make_folder(folder, save)
@@ -233,7 +261,7 @@ def _explained(name: str) -> Iterator[None]:
         got = in_a_line(error).rstrip(".")
         raise ModelNotFoundError(f"to load model and tokenizer {name!r}", got, HUB_REMEDY) from error
     except ImportError as error:
-        remedy = "Install it, or give quantize='int4' for AWQ, GPTQ and compressed-tensors of 4 bits."
+        remedy = "Install it; quantize='int4' reads AWQ, GPTQ, compressed-tensors and bitsandbytes without it."
         raise UnsupportedModelError(f"the package that reads {name!r}", in_a_line(error), remedy) from error
     except (ValueError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
         raise UnsupportedModelError(
