@@ -19,7 +19,16 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from retrieve_spec.errors import UnsupportedModelError, require
-from retrieve_spec.kernels.cpu import CAN_RUN, GROUP, GROUP_BYTES, LANES, packed_product, row_product, unpacked_product
+from retrieve_spec.kernels.cpu import (
+    CAN_RUN,
+    FLOATS,
+    GROUP,
+    GROUP_BYTES,
+    LANES,
+    packed_product,
+    row_product,
+    unpacked_product,
+)
 
 METHOD = "retrieve_spec"
 _LEAST = 1e-7
@@ -37,17 +46,22 @@ class WeightOnlyConfig(QuantizationConfigMixin):  # type: ignore[misc]
         in both.
     modules_to_not_convert
         Paths of linear layers that are not packed.
+    floats
+        Whether the 8 bits are FP8 (e4m3) instead of integers. For GPUs: a CPU unpacks them for each product.
 
     Raises
     ------
     ConfigError
-        `bits` is another number.
+        `bits` is another number, or floats have other than 8.
     """
 
-    def __init__(self, bits: int = 8, modules_to_not_convert: Collection[str] = (), **_: Any) -> None:
+    def __init__(
+        self, bits: int = 8, modules_to_not_convert: Collection[str] = (), floats: bool = False, **_: Any
+    ) -> None:
         require(bits in (4, 8), "weights of 4 or 8 bits", bits, "Give one of them.")
+        require(bits == 8 or not floats, "floats of 8 bits", bits, "Leave bits at 8.")
         self.quant_method = METHOD
-        self.bits = bits
+        self.bits, self.floats = bits, floats
         self.modules_to_not_convert = list(modules_to_not_convert)
 
 
@@ -130,7 +144,8 @@ def quantize(model: Any, config: WeightOnlyConfig) -> None:
             elif child in kept:
                 continue
             elif type(child) is nn.Linear and child.in_features % GROUP == 0:
-                layer = PackedLinear(child, 8 if child is head else config.bits)
+                is_head = child is head
+                layer = PackedLinear(child, 8 if is_head else config.bits, config.floats and not is_head)
             if layer is not None:
                 packed += child.weight.numel() * (child is not head or not tied)
                 setattr(parent, name, layer.train(child.training))
@@ -147,11 +162,15 @@ def _constant(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-def pack(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the packed form of (n, k) floats, rounded to the nearest: (n, bytes of a row) uint8.
+def pack(weight: torch.Tensor, bits: int, floats: bool = False) -> torch.Tensor:
+    """Return the packed form of (n, k) floats, rounded to the nearest: (n, bytes of a row) uint8, or `FLOATS`.
 
     Rows are padded to a multiple of 16. Values of GGUF's blocks Q4_0 and Q4_1 (in 8 bits: Q8_0) do not change.
     """
+    if floats:
+        largest = weight.float().abs().amax(1, keepdim=True).clamp(min=_LEAST)
+        scales = largest / torch.finfo(torch.float8_e4m3fn).max
+        return pack_floats((weight / scales).to(torch.float8_e4m3fn), scales.expand(-1, weight.shape[1] // GROUP))
     groups = functional.pad(weight.float(), (0, 0, 0, -len(weight) % LANES)).view(-1, weight.shape[1] // GROUP, GROUP)
     if bits == 8:
         scale, offset = groups.abs().amax(-1) / 127, groups.new_zeros(())
@@ -169,6 +188,13 @@ def pack(weight: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 8:
         return lay_out((levels.clamp_(-127, 127) + 128).byte(), scale)
     return lay_out(levels.clamp_(0, 15).byte(), scale, offset)
+
+
+def pack_floats(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the packed form of (n, k) numbers of FP8 with (n, k / 32) scales: (n, bytes of a row) `FLOATS`."""
+    padding = 0, 0, 0, -len(levels) % LANES
+    numbers, factors = functional.pad(levels.view(torch.uint8), padding), functional.pad(256 * scales.float(), padding)
+    return lay_out(numbers.view(len(numbers), -1, GROUP), factors.half()).view(FLOATS)
 
 
 def lay_out(levels: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
@@ -207,12 +233,14 @@ class PackedLinear(nn.Module):
         The layer that it replaces; its number of inputs is a multiple of 32.
     bits
         8 or 4.
+    floats
+        Whether the 8 bits are FP8.
     """
 
-    def __init__(self, linear: nn.Linear, bits: int) -> None:
+    def __init__(self, linear: nn.Linear, bits: int, floats: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = _constant(pack(linear.weight.detach(), bits))
+        self.weight = _constant(pack(linear.weight.detach(), bits, floats))
         bias = linear.bias
         self.bias = None if bias is None else _constant(functional.pad(bias.detach(), (0, -len(bias) % LANES)))
 

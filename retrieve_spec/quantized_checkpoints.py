@@ -16,6 +16,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from torch.nn import functional
 
 from retrieve_spec.errors import UnsupportedModelError
 from retrieve_spec.kernels.cpu import GROUP, LANES
-from retrieve_spec.quantized import Int8Embedding, PackedLinear, WeightOnlyConfig, lay_out, pack, quantize
+from retrieve_spec.quantized import Int8Embedding, PackedLinear, WeightOnlyConfig, lay_out, pack, pack_floats, quantize
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -57,6 +58,7 @@ class QuantizedWeight:
     def packed(self) -> torch.Tensor:
         """Return the weight in the layout of `retrieve_spec.quantized.pack`, with the same levels."""
         rows, inputs = self.levels.shape
+        _check_group(inputs // self.scales.shape[1])
         repeats = inputs // GROUP // self.scales.shape[1]
         scales = self.scales.float()
         parts = self.levels, scales, -scales * self.zeros
@@ -68,6 +70,12 @@ class QuantizedWeight:
         """Return the (n, k) float32 values."""
         levels = self.levels.view(*self.scales.shape, -1)
         return ((levels - self.zeros.float().unsqueeze(-1)) * self.scales.float().unsqueeze(-1)).flatten(1)
+
+
+def _check_group(inputs: int) -> None:
+    """Check that a group of the packed layout has one scale."""
+    if inputs % GROUP:
+        raise UnsupportedModelError(f"groups of {GROUP} inputs or a multiple", f"groups of {inputs}", _REMEDY)
 
 
 def _unpacked(words: torch.Tensor, axis: int) -> torch.Tensor:
@@ -132,10 +140,10 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """By `quant_method`: settings that name the layout of weights, and supported layouts, the usual one first."""
 
 
-def convert(source: Path, config: PretrainedConfig) -> Callable[[Path], None]:
-    """Convert a quantised checkpoint to packed weights of 4 bits.
+def convert(source: Path, config: PretrainedConfig, wanted: WeightOnlyConfig) -> Callable[[Path], None]:
+    """Convert a quantised checkpoint to packed weights with the same levels.
 
-    The token embedding and the head get 8 bits, as with `quantize="int4"` of other models; linear layers that are not
+    The token embedding and the head get integers of 8 bits, as those of other models; linear layers that are not
     quantised there stay so.
 
     Parameters
@@ -144,6 +152,8 @@ def convert(source: Path, config: PretrainedConfig) -> Callable[[Path], None]:
         Folder of the checkpoint, with its weights in safetensors.
     config
         Its configuration.
+    wanted
+        The format: integers of 4 bits, or FP8 for a checkpoint for which `has_floats` is true.
 
     Returns
     -------
@@ -159,16 +169,17 @@ def convert(source: Path, config: PretrainedConfig) -> Callable[[Path], None]:
     from huggingface_hub import save_torch_state_dict
     from transformers import AutoModelForCausalLM
 
-    settings = _settings_of_levels(config)
+    settings = _settings_to_keep(config, wanted)
     plain = _without_format(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(plain, dtype=torch.bfloat16)
     with _opened(source) as files:
+        read = _readers(files, settings)
         head = model.get_output_embeddings()
         linear = (path for path, module in model.named_modules() if type(module) is nn.Linear and module is not head)
-        wanted = WeightOnlyConfig(_BITS, [path for path in linear if f"{path}.weight" in files])
+        wanted.modules_to_not_convert = [path for path in linear if path not in read]
         quantize(model, wanted)
-        state = _packed_state(model, files, settings)
+        state = _packed_state(model, files, read)
     plain.dtype, plain.quantization_config = torch.bfloat16, wanted
 
     def save(folder: Path) -> None:
@@ -199,36 +210,50 @@ def _getter(files: dict[str, Any]) -> Get:
     return lambda name: files[name].get_tensor(name) if name in files else None
 
 
-def _packed_state(model: Any, files: dict[str, Any], settings: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a quantised model, which is on the meta device, from the open file of each tensor."""
+def _readers(
+    files: dict[str, Any], settings: dict[str, Any]
+) -> dict[str, Callable[[], QuantizedWeight | ScaledWeight]]:
+    """Return a function that reads the weight of each quantised layer."""
+    get = _getter(files)
+    if settings["quant_method"] in _FORMATS and not _is_scaled(settings):
+        marker, read = _FORMATS[settings["quant_method"]]
+        layers = [name.removesuffix(f".{marker}") for name in files if name.endswith(f".{marker}")]
+        return {layer: partial(read, get, layer, settings) for layer in layers}
+    return {layer: partial(_by_scale, get, layer, marker, settings) for layer, marker in _markers(files).items()}
 
-    get, (marker, read) = _getter(files), _FORMATS[settings["quant_method"]]
-    head, state = model.get_output_embeddings(), {}
+
+def _packed_state(
+    model: Any, files: dict[str, Any], read: dict[str, Callable[[], QuantizedWeight | ScaledWeight]]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a quantised model, which is on the meta device, from the open file of each tensor."""
+    get, head, state = _getter(files), model.get_output_embeddings(), {}
     for key, wanted in model.state_dict().items():
         if key in model.all_tied_weights_keys:
             continue
         layer, _, name = key.rpartition(".")
         module = model.get_submodule(layer)
         is_packed = name == "weight" and isinstance(module, PackedLinear | Int8Embedding)
-        bits = _BITS if isinstance(module, PackedLinear) and module is not head else 8
-        if is_packed and f"{layer}.{marker}" in files:
-            weight = read(get, layer, settings)
-            if (inputs := weight.levels.shape[1]) % (weight.scales.shape[1] * GROUP):
-                got = f"{inputs // weight.scales.shape[1]} in {layer}"
-                raise UnsupportedModelError(f"groups of {GROUP} inputs or a multiple", got, _REMEDY)
-            state[key] = weight.packed() if bits == _BITS else pack(weight.dense(), bits)
+        if name == "weight" and layer in read:
+            weight = read[layer]()
+            if isinstance(module, PackedLinear) and module is not head:
+                state[key] = weight.packed()
+            else:
+                state[key] = pack(weight.dense(), 8) if is_packed else weight.dense().to(wanted.dtype)
         elif (tensor := get(key)) is None:
             raise UnsupportedModelError("a checkpoint with every weight of its model", f"none for {key}", _REMEDY)
         elif is_packed:
-            state[key] = pack(tensor, bits)
+            state[key] = pack(tensor, 8)
         else:
             state[key] = functional.pad(tensor, (0, wanted.shape[-1] - tensor.shape[-1])).to(wanted.dtype)
     return state
 
 
-def _settings_of_levels(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the settings of a checkpoint's format, after checking that `convert` supports them."""
+def _settings_to_keep(config: PretrainedConfig, wanted: WeightOnlyConfig) -> dict[str, Any]:
+    """Return the settings of a checkpoint's format, after checking that the wanted one can keep its levels."""
     settings = _settings(config)
+    _check_transforms(settings)
+    if wanted.floats and has_floats(config):
+        return settings
     method = settings.get("quant_method")
     if method not in _FORMATS:
         formats = ", ".join((*_FORMATS, *_WITH_VALUES))
@@ -241,7 +266,8 @@ def _settings_of_levels(config: PretrainedConfig) -> dict[str, Any]:
     layouts = _LAYOUTS[method][1]
     if (layout := _layout(settings)) not in layouts:
         raise UnsupportedModelError(f"weights in the layout {' or '.join(layouts)}", layout, _REMEDY)
-    _check_transforms(settings)
+    if wanted.bits != _BITS:
+        raise UnsupportedModelError("int4 for a checkpoint of 4 bits", f"{wanted.bits} bits", "Give 'int4'.")
     return settings
 
 
@@ -279,8 +305,17 @@ def _without_format(config: PretrainedConfig) -> PretrainedConfig:
 def has_values(config: PretrainedConfig) -> bool:
     """Whether a checkpoint has one of the formats of `read_values`."""
     settings = _settings(config)
-    method = settings.get("quant_method")
-    return method in _WITH_VALUES or (method == "compressed-tensors" and settings.get("format") in _SCALED_LAYOUTS)
+    return settings.get("quant_method") in _WITH_VALUES or _is_scaled(settings)
+
+
+def has_floats(config: PretrainedConfig) -> bool:
+    """Whether a checkpoint's weights are numbers of FP8."""
+    settings = _settings(config)
+    return settings.get("quant_method") in ("fp8", "fbgemm_fp8") or settings.get("format") == "float-quantized"
+
+
+def _is_scaled(settings: dict[str, Any]) -> bool:
+    return settings.get("quant_method") == "compressed-tensors" and settings.get("format") in _SCALED_LAYOUTS
 
 
 def read_values(
@@ -312,10 +347,13 @@ def read_values(
     state = {}
     with _opened(source) as files:
         get = _getter(files)
-        markers = {name[: found.start()]: found[1] for name in files if (found := _MARKER.search(name))}
+        markers = _markers(files)
         for layer, marker in markers.items():
-            read = _by_table if marker == _TABLE_MARKER else _by_scale
-            state[f"{layer}.weight"] = read(get, layer, marker, settings).to(dtype)
+            if marker == _TABLE_MARKER:
+                values = _by_table(get, layer, settings)
+            else:
+                values = _by_scale(get, layer, marker, settings).dense()
+            state[f"{layer}.weight"] = values.to(dtype)
         for name in files:
             if (layer_and_part := _PART.fullmatch(name)) and layer_and_part[1] in markers:
                 continue
@@ -323,6 +361,11 @@ def read_values(
             if tensor.dtype == torch.int8 or (tensor.is_floating_point() and tensor.element_size() == 1):
                 raise UnsupportedModelError(f"a known scale for {name}", "none", _REMEDY)
     return _without_format(config), state
+
+
+def _markers(files: dict[str, Any]) -> dict[str, str]:
+    """Return the name of its scales by quantised layer."""
+    return {name[: found.start()]: found[1] for name in files if (found := _MARKER.search(name))}
 
 
 _TABLE_MARKER = "weight.absmax"
@@ -335,20 +378,51 @@ _SCALED_LAYOUTS = ("float-quantized", "int-quantized", "naive-quantized")
 """Layouts of compressed-tensors in which each weight has 8 bits."""
 
 
-def _by_scale(get: Get, layer: str, marker: str, settings: dict[str, Any]) -> torch.Tensor:
-    """Return the values of numbers of 8 bits with a scale of all of them, or with scales of outputs or blocks."""
-    weight, scales = _read(get, layer, "weight", marker)
-    values, zeros = weight.float(), get(f"{layer}.weight_zero_point")
-    if zeros is not None:
-        values -= zeros
+@dataclass
+class ScaledWeight:
+    """A weight with values (number - zero) · scale.
+
+    Attributes
+    ----------
+    numbers
+        (n, k) of 8 bits.
+    zeros
+        (n, 1), or None where they are all 0.
+    scales
+        (n, blocks) float32.
+    block
+        Number of inputs that share a scale; the last block may be smaller.
+    """
+
+    numbers: torch.Tensor
+    zeros: torch.Tensor | None
+    scales: torch.Tensor
+    block: int
+
+    def packed(self) -> torch.Tensor:
+        """Return a weight in FP8 in the layout of `retrieve_spec.quantized.pack_floats`, with the same numbers."""
+        _check_group(self.block)
+        return pack_floats(self.numbers, self.scales[:, torch.arange(0, self.numbers.shape[1], GROUP) // self.block])
+
+    def dense(self) -> torch.Tensor:
+        """Return the (n, k) float32 values."""
+        values = self.numbers.float()
+        if self.zeros is not None:
+            values -= self.zeros.float()
+        return values.mul_(self.scales.repeat_interleave(self.block, 1)[:, : values.shape[1]])
+
+
+def _by_scale(get: Get, layer: str, marker: str, settings: dict[str, Any]) -> ScaledWeight:
+    """Return numbers of 8 bits with a scale of all of them, or with scales of outputs or blocks."""
+    numbers, scales = _read(get, layer, "weight", marker)
     if scales.dtype == torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu)
     scales = scales.float().reshape(-1, 1) if scales.dim() < 2 else scales.float()
     if marker == "SCB":
         scales = scales / 127
-    for size, axis in zip(_block(weight.shape, scales.shape, settings, layer), (0, 1), strict=True):
-        scales = scales.repeat_interleave(size, axis).narrow(axis, 0, weight.shape[axis])
-    return values.mul_(scales)
+    rows, inputs = _block(numbers.shape, scales.shape, settings, layer)
+    scales = scales.repeat_interleave(rows, 0)[: len(numbers)]
+    return ScaledWeight(numbers, get(f"{layer}.weight_zero_point"), scales, inputs)
 
 
 def _block(weight: torch.Size, scales: torch.Size, settings: dict[str, Any], layer: str) -> tuple[int, int]:
@@ -359,7 +433,7 @@ def _block(weight: torch.Size, scales: torch.Size, settings: dict[str, Any], lay
     ]
     for size in filter(None, sizes):
         if all(-(-numbers // some) == given for numbers, some, given in zip(weight, size, scales, strict=True)):
-            return size
+            return size[0], size[1]
     if any(numbers % given for numbers, given in zip(weight, scales, strict=True)):
         raise UnsupportedModelError(
             f"scales of equal blocks in {layer}", f"{tuple(scales)} of {tuple(weight)}", _REMEDY
@@ -368,10 +442,10 @@ def _block(weight: torch.Size, scales: torch.Size, settings: dict[str, Any], lay
     return outputs, inputs
 
 
-def _by_table(get: Get, layer: str, marker: str, settings: dict[str, Any]) -> torch.Tensor:
+def _by_table(get: Get, layer: str, settings: dict[str, Any]) -> torch.Tensor:
     """Return the values of two numbers of 4 bits in each byte, which are places in a table, with scales of blocks."""
     kind = f"weight.quant_state.bitsandbytes__{settings['bnb_4bit_quant_type']}"
-    weight, scales, table, text = _read(get, layer, "weight", marker, "weight.quant_map", kind)
+    weight, scales, table, text = _read(get, layer, "weight", _TABLE_MARKER, "weight.quant_map", kind)
     about = json.loads(bytes(text.tolist()))
     if "nested_offset" in about:
         nested, nested_table = _read(get, layer, "weight.nested_absmax", "weight.nested_quant_map")

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from retrieve_spec.quantized import WeightOnlyConfig
+
 log = logging.getLogger(__name__)
 
 REFERENCE = "reference"
@@ -48,8 +50,8 @@ HUB_REMEDY = (
     "Give 'smollm2', 'reference', a folder, or a hub id; the last needs the network once, and maybe `hf auth login`."
 )
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTISED = {"int8": 8, "int4": 4}
-"""Bits of a weight, by the name of the format."""
+QUANTISED: dict[str, dict[str, Any]] = {"int8": {"bits": 8}, "int4": {"bits": 4}, "fp8": {"bits": 8, "floats": True}}
+"""Settings of `WeightOnlyConfig` by the name of the format."""
 
 
 def reference_path() -> Path:
@@ -73,10 +75,11 @@ def load_model(
     device
         `"auto"` (the first GPU, else the CPU) or a torch device string.
     quantize
-        `"int8"` or `"int4"` packs the weights (`retrieve_spec.quantized`), once: the folder is kept in the cache, for
-        CPUs and CUDA GPUs. Activations are bfloat16 then. `"int4"` also packs checkpoints of AWQ, GPTQ and
-        compressed-tensors with 4 bits, whose values stay. None leaves weights as they are; on a CPU, those of FP8,
-        compressed-tensors with 8 bits and bitsandbytes become bfloat16 (`retrieve_spec.quantized_checkpoints`).
+        `"int8"`, `"int4"` or `"fp8"` packs the weights (`retrieve_spec.quantized`), once: the folder is kept in the
+        cache, for CPUs (but not `"fp8"`) and CUDA GPUs. Activations are bfloat16 then. `"int4"` also packs checkpoints
+        of AWQ, GPTQ and compressed-tensors with 4 bits, `"fp8"` those in FP8, whose values stay. None leaves weights as
+        they are; on a CPU, those of FP8, compressed-tensors with 8 bits and bitsandbytes become bfloat16
+        (`retrieve_spec.quantized_checkpoints`).
 
     Raises
     ------
@@ -94,10 +97,12 @@ def load_model(
     target = _device(device)
     wanted = _dtype(dtype, name, target)
     if quantize is not None:
-        require(quantize in QUANTISED, "weights in int8 or int4", quantize, "Leave quantize out for neither.")
+        require(quantize in QUANTISED, "weights in int8, int4 or fp8", quantize, "Leave quantize out for none of them.")
         require(dtype in ("auto", "bfloat16"), "dtype 'auto' or 'bfloat16' with quantize", dtype, "Leave it at 'auto'.")
         serves = target.type in ("cpu", "cuda")
         require(serves, "a CPU or a CUDA GPU, which multiply by packed weights", str(target), "Give device='cpu'.")
+        on_gpu = quantize != "fp8" or target.type == "cuda"
+        require(on_gpu, "a CUDA GPU, which multiplies by fp8 weights", str(target), "Give quantize='int8'.")
     from retrieve_spec.quantized_checkpoints import has_values
 
     if quantize is not None and (file := _gguf_file(name)) is not None:
@@ -124,7 +129,7 @@ def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], q
     import torch
 
     from retrieve_spec.quantized import WeightOnlyConfig
-    from retrieve_spec.quantized_checkpoints import has_values
+    from retrieve_spec.quantized_checkpoints import has_floats, has_values
 
     place = Path(source)
     files = [(path.name, (found := path.stat()).st_size, found.st_mtime_ns) for path in place.glob("*.*")]
@@ -132,13 +137,13 @@ def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], q
     folder = _packed_folder(quantize, *of)
     if folder.exists():
         return with_all_weights(folder, source, local_files_only=True)
-    stored, wanted = getattr(config, "quantization_config", None), WeightOnlyConfig(QUANTISED[quantize])
+    stored, wanted = getattr(config, "quantization_config", None), WeightOnlyConfig(**QUANTISED[quantize])
     if stored is None:
         model = with_all_weights(source, source, config=config, quantization_config=wanted, **options)
-    elif has_values(config):
+    elif has_values(config) and not (wanted.floats and has_floats(config)):
         model = _of_values(source, config, torch.bfloat16, quantization_config=wanted)
     else:
-        _convert(_local(source), config, folder, quantize)
+        _convert(_local(source), config, folder, wanted)
         return with_all_weights(folder, source, local_files_only=True)
     _keep(model, folder, model.save_pretrained)
     return model
@@ -166,13 +171,11 @@ def _of_values(source: str, config: PretrainedConfig, dtype: torch.dtype | str, 
     return with_values(plain, values, source, dtype=kind, **options)
 
 
-def _convert(local: Path, config: PretrainedConfig, folder: Path, quantize: str) -> None:
-    """Convert a checkpoint with weights of 4 bits to a folder with packed weights."""
+def _convert(local: Path, config: PretrainedConfig, folder: Path, wanted: WeightOnlyConfig) -> None:
+    """Convert a checkpoint with weights of 4 bits, or in FP8, to a folder with packed weights."""
     from retrieve_spec.quantized_checkpoints import convert
 
-    if quantize != "int4":
-        raise UnsupportedModelError("weights that are not quantised, or quantize='int4'", quantize, "Give 'int4'.")
-    save = convert(local, config)
+    save = convert(local, config, wanted)
     with writing_to_cache(sum(path.stat().st_size for path in local.glob("*.safetensors"))):
         make_folder(folder, save)
 
@@ -188,7 +191,7 @@ def _packed_gguf(file: Path, quantize: str) -> tuple[PreTrainedModel, PreTrained
         model = with_all_weights(folder, file.name, local_files_only=True)
         return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model, tokenizer = read_gguf(file)
-    pack_model(model, WeightOnlyConfig(QUANTISED[quantize]))
+    pack_model(model, WeightOnlyConfig(**QUANTISED[quantize]))
 
     def save(folder: Path) -> None:
         model.save_pretrained(folder)

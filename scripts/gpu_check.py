@@ -20,7 +20,7 @@ chat
     drafted nodes and context, next to the time that reading the weights takes.
 packed
     Weights of 4 and 8 bits: products of 1 to 512 rows next to those of unpacked weights and to the time that reading
-    the weights takes; the chat model in both formats, greedy, sampled and with drafting off; the 8 B shape in 4 bits as
+    the weights takes; the chat model in each format, greedy, sampled and with drafting off; the 8 B shape in 4 bits as
     above; and the most memory that each took.
 
 Figures are printed as they come, and written to `--out` as one JSON object. `--dry-run` runs all of it with tiny models
@@ -162,14 +162,14 @@ def kernels(check: Check) -> dict[str, Any]:
     return found
 
 
-def packed_product(check: Check, bits: int) -> dict[str, Any]:
+def packed_product(check: Check, weights: str) -> dict[str, Any]:
     """By rows, how far products with a packed weight are from those with an unpacked one, and what both take."""
     from retrieve_spec.kernels.triton_products import linears
 
     kind = torch.float16 if check.dry else torch.bfloat16  # Triton's interpreter cannot multiply bfloat16
     outputs, inputs = (48, 96) if check.dry else (28672, 4096)
     torch.manual_seed(0)
-    weight = pack(torch.randn(outputs, inputs, device=check.device), bits)
+    weight = pack(torch.randn(outputs, inputs, device=check.device), **QUANTISED[weights])
     plain, found = unpack(weight, inputs).to(kind), dict[str, Any]({"weight_bytes": weight.nbytes})
     for rows in (1, 17) if check.dry else (1, 8, 16, 17, 64, 512):
         x = torch.randn(1, rows, inputs, device=check.device, dtype=kind)
@@ -269,15 +269,15 @@ def accelerated(model: Any, **options: Any) -> dict[str, Any]:
 
 
 class Chat:
-    """A chat model on prompts, its weights packed in so many bits."""
+    """A chat model on prompts, its weights packed in a format or as they are."""
 
-    def __init__(self, check: Check, bits: int = 16) -> None:
+    def __init__(self, check: Check, weights: str | None = None) -> None:
         self.check = check
         folder = check.options.model
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         options: dict[str, Any] = {"dtype": torch.float32 if check.dry else torch.bfloat16}
-        if bits < 16:
-            options = {"quantization_config": WeightOnlyConfig(bits)}
+        if weights is not None:
+            options = {"quantization_config": WeightOnlyConfig(**QUANTISED[weights])}
         self.model = AutoModelForCausalLM.from_pretrained(folder, **options).to(check.device).eval()
 
     def call(self, prompts: list[str], new: int, **options: Any) -> tuple[float, list[list[int]]]:
@@ -379,9 +379,9 @@ def chat(check: Check) -> None:
     check.part("chat float32", single, least=20.0)
 
 
-def packed_chat(check: Check, bits: int) -> dict[str, Any]:
+def packed_chat(check: Check, weights: str) -> dict[str, Any]:
     """A chat model with packed weights: its speed, whether drafts change its greedy text, and its memory."""
-    subject = Chat(check, bits)
+    subject = Chat(check, weights)
     check.most_memory()
     found: dict[str, Any] = {"accelerate": accelerated(subject.model, tokenizer=subject.tokenizer)}
     prompts, new = [[prompt] for prompt in PROMPTS[: 2 if check.dry else 6]], 12 if check.dry else 0
@@ -501,10 +501,10 @@ def main() -> None:
     if "8b" in wanted:
         shape(check, size, "float32" if check.dry else "bfloat16")
     if "packed" in wanted:
-        for bits in (4, 8):
-            check.part(f"products of {bits} bits", partial(packed_product, check, bits))
-        for bits in (4, 8) if options.model else ():
-            check.part(f"chat in {bits} bits", partial(packed_chat, check, bits), least=20.0)
+        for weights in QUANTISED:
+            check.part(f"products of {weights}", partial(packed_product, check, weights))
+        for weights in QUANTISED if options.model else ():
+            check.part(f"chat in {weights}", partial(packed_chat, check, weights), least=20.0)
         shape(check, size, "int4")
     print(json.dumps(check.found))
 

@@ -174,6 +174,6 @@ def build(size: str, context: int, device: str = "cpu", weights: str = "float32"
         dtype = torch.bfloat16 if weights in QUANTISED else getattr(torch, weights)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     if weights in QUANTISED:
-        pack_model(model, WeightOnlyConfig(QUANTISED[weights]))
+        pack_model(model, WeightOnlyConfig(**QUANTISED[weights]))
     model.generation_config.pad_token_id = 0
     return model

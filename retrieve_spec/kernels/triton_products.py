@@ -2,8 +2,8 @@
 
 The cost of such a product is reading the weights, so programs divide them and read each once. Weights are the first
 operand, so that the shape suits tensor cores with any number of rows. Results are rounded once, as in torch. Packed
-weights of 4 and 8 bits (`retrieve_spec.quantized.pack`) are unpacked in registers to the 16-bit numbers that
-`retrieve_spec.kernels.cpu.unpack` returns. With TRITON_INTERPRET=1, the kernel runs on the CPU.
+weights of 4 and 8 bits (`pack` and `pack_floats` of `retrieve_spec.quantized`) are unpacked in registers to the 16-bit
+numbers that `retrieve_spec.kernels.cpu.unpack` returns. With TRITON_INTERPRET=1, the kernel runs on the CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch.nn.functional import linear
 
-from retrieve_spec.kernels.cpu import GROUP, bits_of
+from retrieve_spec.kernels.cpu import FLOATS, GROUP, bits_of
 from retrieve_spec.kernels.triton_rows import add_rms_norm, overlap, take_turn
 
 BLOCKS = (16, 64, 128)
@@ -32,8 +32,8 @@ _LARGE = 16 << 20
 
 @triton.jit
 def _unpacked(  # type: ignore[no-untyped-def]
-    weight, panel, panels, group, groups, BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    KIND: tl.constexpr,
+    weight, panel, panels, group, groups, BITS: tl.constexpr, FLOATS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Unpack (BLOCK_N, BLOCK_K) of a packed weight, from a panel of 16 outputs and a group of 32 inputs on.
 
@@ -58,18 +58,34 @@ def _unpacked(  # type: ignore[no-untyped-def]
     offset = _float16_pairs(tl.load(scales + 8)) if BITS == 4 else -128 * scale
     scale = tl.reshape(scale, (GROUPS, 1, PAIRS, 8, 4, 2, 2, 1, 1, 1))
     offset = tl.reshape(offset, (GROUPS, 1, PAIRS, 8, 4, 2, 2, 1, 1, 1))
-    by_byte = (16 * tl.arange(0, 2))[:, None] + (8 * tl.arange(0, 2))[None, :]
-    shift = (4 * tl.arange(0, 2 // HALVES))[:, None, None] + by_byte[None, :, :]
     words = tl.reshape(words, (GROUPS, HALVES, PAIRS, 8, 4, 2, 2, 1, 1, 1))
-    levels = (words >> shift[None, None, None, None, None, None, None, :, :, :]) & ((1 << BITS) - 1)
-    floats = (levels.to(tl.float32) * scale + offset).to(KIND)
-    return tl.reshape(tl.permute(floats, (5, 2, 6, 3, 0, 1, 7, 8, 4, 9)), (BLOCK_N, BLOCK_K))
+    if FLOATS:
+        floats = _float8_fours(words) * scale
+    else:
+        by_byte = (16 * tl.arange(0, 2))[:, None] + (8 * tl.arange(0, 2))[None, :]
+        shift = (4 * tl.arange(0, 2 // HALVES))[:, None, None] + by_byte[None, :, :]
+        levels = (words >> shift[None, None, None, None, None, None, None, :, :, :]) & ((1 << BITS) - 1)
+        floats = levels.to(tl.float32) * scale + offset
+    return tl.reshape(tl.permute(floats.to(KIND), (5, 2, 6, 3, 0, 1, 7, 8, 4, 9)), (BLOCK_N, BLOCK_K))
 
 
 @triton.jit
 def _float16_pairs(words):  # type: ignore[no-untyped-def]
     """Return the two float16 numbers in each word along a new last axis."""
     halves = words[:, :, :, :, :, None] >> (16 * tl.arange(0, 2))[None, None, None, None, None, :]
+    return halves.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _float8_fours(words):  # type: ignore[no-untyped-def]
+    """Return a 256th of the four numbers of FP8 in each word, along the last two axes.
+
+    Their bits, at the places of those of float16, mean this.
+    """
+    of_pair = tl.arange(0, 2)[None, None, None, None, None, None, None, None, None, :]
+    pairs = words >> (8 * of_pair)
+    pairs = ((pairs & 0x00800080) << 8) | ((pairs & 0x007F007F) << 7)
+    halves = pairs >> (16 * tl.arange(0, 2))[None, None, None, None, None, None, None, None, :, None]
     return halves.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -110,6 +126,7 @@ def _linears(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     BIASED: tl.constexpr,
     BITS: tl.constexpr,
+    FLOATS: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
     take_turn(OVERLAP)
@@ -148,8 +165,8 @@ def _linears(  # type: ignore[no-untyped-def]
             total = tl.dot(tl.load(weights + at, eviction_policy="evict_first"), tl.trans(some), total)
         else:
             unpacked = _unpacked(
-                weight, block * (BLOCK_N // 16), outputs // 16, at // 32, inputs // 32, BITS, BLOCK_N, BLOCK_K,
-                x.dtype.element_ty,
+                weight, block * (BLOCK_N // 16), outputs // 16, at // 32, inputs // 32, BITS, FLOATS, BLOCK_N,
+                BLOCK_K, x.dtype.element_ty,
             )  # fmt: skip
             total = tl.dot(unpacked, _ordered_inputs(some, BLOCK_M, BLOCK_K), total)
     if BITS < 16:
@@ -171,7 +188,7 @@ def linears(
     x
         (1, rows, inputs) 16-bit numbers; inputs are a multiple of `STEP`.
     weights
-        By layer, (outputs, inputs), contiguous; or all of them packed with the same number of bits.
+        By layer, (outputs, inputs), contiguous; or all of them packed in the same format.
     biases
         By layer, (outputs,): all of them or none.
 
@@ -215,7 +232,7 @@ def _limits(device: torch.device) -> tuple[int, int]:
 
 
 def _is_packed(weight: torch.Tensor) -> bool:
-    return weight.dtype == torch.uint8
+    return weight.dtype in (torch.uint8, FLOATS)
 
 
 def _block(weights: Sequence[torch.Tensor]) -> int:
@@ -265,8 +282,8 @@ def _tiles(rows: int, inputs: int, weights: Sequence[torch.Tensor], shared: int)
     else:
         stages = min(5 if block_m == BLOCKS[0] else stages, shared // (2 * block_k * (block_m + block_n)))
     return {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "BITS": bits, "num_warps": warps,
-        "num_stages": stages,
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "BITS": bits,
+        "FLOATS": weights[0].dtype == FLOATS, "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
 
 

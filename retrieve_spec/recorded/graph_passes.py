@@ -389,11 +389,12 @@ def fuse_linears(graph: fx.Graph, add_rms_norm: Callable[..., Any]) -> None:
                 norm.args = (*layer.args[:2], other, *norm.args[2:])
                 graph.erase_node(layer)
                 break
-    groups: dict[tuple[Node, bool, int], list[Node]] = {}
+    groups: dict[tuple[Node, bool, int, torch.dtype], list[Node]] = {}
     for layer in nodes_of(graph):
         if _is_served(layer, triton_products.STEP):
-            width = int(value(layer.args[1]).shape[1])  # tells formats apart, as inputs are the same
-            groups.setdefault((layer.args[0], _bias(layer) is None, width), []).append(layer)
+            weight = value(layer.args[1])  # width and type tell formats apart, as inputs are the same
+            key = layer.args[0], _bias(layer) is None, int(weight.shape[1]), weight.dtype
+            groups.setdefault(key, []).append(layer)
     for (x, *_), layers in groups.items():
         for at in range(0, len(layers), triton_products.LAYERS):
             group = layers[at : at + triton_products.LAYERS]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.kernels.cpu import FLOATS
 from retrieve_spec.quantized import Int8Embedding, PackedLinear
 from retrieve_spec.verify.interface import attention_implementation
 from retrieve_spec.verify.steps import Captured, SingleSteps, ordinary_tokens, prepare_call, sample_tokens
@@ -343,7 +344,7 @@ def why_not_one_order(model: Any) -> str:
     """Say why the order of a row's sums depends on the other rows of a pass; empty where it need not.
 
     The vectors of elementwise operations end where a row ends if its width is a multiple of theirs. Products with
-    packed weights always have one order; of experts and layers of other kinds nothing is known.
+    packed integers always have one order; of experts and layers of other kinds nothing is known.
     """
     if model.dtype not in (torch.bfloat16, torch.float16):
         return f"it is for 16 bits, the model is in {model.dtype}"
@@ -369,7 +370,8 @@ def rows_for_one_order(model: Any) -> int:
     """
     fewest, most, tried = _ROWS[0], _ROWS[-1], set[torch.Size]()
     for module in model.modules():
-        if type(module) is not nn.Linear or module.weight.shape in tried:
+        unpacks = isinstance(module, PackedLinear) and module.weight.dtype == FLOATS
+        if not (unpacks or type(module) is nn.Linear) or module.weight.shape in tried:
             continue
         tried.add(module.weight.shape)
         many = most * max(min(_NUMBERS // module.out_features, _MOST_TRIED) // most, 1)

@@ -1,6 +1,5 @@
 """Checkpoints of FP8, of compressed-tensors with 8 bits and of bitsandbytes, read without these packages."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from batch_rows import small_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from stored_formats import FLOATS, FP8, Tensors, blocks_of, by_block, by_output, checkpoint, expanded, some_scales
 
 import retrieve_spec as rs
 from retrieve_spec.errors import UnsupportedModelError
@@ -17,34 +16,13 @@ from retrieve_spec.kernels.cpu.row_programs import CAN_RUN
 from retrieve_spec.quantized import pack
 from retrieve_spec.reference_model import load_model, reference_path
 
-Tensors = dict[str, torch.Tensor]
 IDS = torch.arange(3, 30)[None]
-FLOATS = torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def expanded(scales: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Scales of blocks of 128 × 128, the last of which are smaller, by weight."""
-    rows, inputs = (torch.arange(n) // 128 for n in weight.shape)
-    return scales[rows][:, inputs]
-
-
-def some_scales(*shape: int) -> torch.Tensor:
-    return torch.rand(shape) * 0.001 + 0.0001
-
-
-def blocks_of(weight: torch.Tensor) -> torch.Tensor:
-    return some_scales(*(-(-n // 128) for n in weight.shape))
-
-
-def by_block(weight: torch.Tensor, name: str = "weight_scale_inv") -> tuple[Tensors, torch.Tensor]:
-    numbers, scales = (weight * 400).to(FLOATS), blocks_of(weight)
-    return {"weight": numbers, name: scales}, numbers.float() * expanded(scales, weight)
 
 
 def by_block_of_compressed_tensors(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -63,11 +41,6 @@ def by_tensor(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"weight": numbers, "weight_scale": scale, "input_scale": torch.tensor(0.1)}, numbers.float() * scale
 
 
-def by_output(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    numbers, scales = (weight * 400).to(FLOATS), some_scales(len(weight), 1).to(torch.bfloat16)
-    return {"weight": numbers, "weight_scale": scales}, numbers.float() * scales.float()
-
-
 def in_integers(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     numbers, scales = (weight * 200).clamp(-128, 127).to(torch.int8), some_scales(len(weight), 1)
     zeros = torch.randint(-9, 9, (len(weight), 1)).to(torch.int8)
@@ -79,36 +52,8 @@ def compressed(layout: str, **weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
 
 
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 ROTATION = {"apply": [{"location": "weight_input"}, {"location": "input"}]}
 ROTATED = {"transform_config": {"config_groups": {"u": ROTATION}}}
-
-
-def set_format(folder: Path, settings: dict[str, Any]) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings or None}))
-
-
-def checkpoint(folder: Path, write: Callable[..., Any], settings: dict[str, Any], family: str = "llama") -> Tensors:
-    """Write a checkpoint; return the values of its tensors, by name."""
-    sizes = {"vocab_size": 4096, "hidden_size": 192, "intermediate_size": 320, "head_dim": 48, "attention_bias": True}
-    model = small_model(family, **sizes)
-    model.generation_config.max_new_tokens = 7
-    model.save_pretrained(folder)
-    for file in reference_path().glob("token*.json"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    torch.manual_seed(0)
-    values, stored = load_file(folder / "model.safetensors"), Tensors()
-    for name, tensor in values.items():
-        layer = name.removesuffix(".weight")
-        if layer.endswith(("proj", "w1", "w2", "w3")):
-            tensors, values[name] = write(tensor)
-            stored |= {f"{layer}.{part}": each for part, each in tensors.items()}
-        else:
-            stored[name] = tensor
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    set_format(folder, settings)
-    return values
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ def test_a_dry_run_has_every_figure(interpret: Interpret, tmp_path: Path) -> Non
     assert found["chat accelerate"]["pass_kind"] == "recorded" and found["chat float32"]["same"]
     assert all(answer["same"] for answer in found["chat parted from plain"])
     assert found["tiny recorded answers"]["same"] and set(found["tiny pass at 64"]) == {"0", "3"}
-    for bits in (4, 8):
-        assert max(found[f"products of {bits} bits"][rows]["off"] for rows in ("1", "17")) < 2e-3
-        assert found[f"chat in {bits} bits"]["accelerate"]["pass_kind"] == "recorded"
+    for weights in ("int4", "int8", "fp8"):
+        assert max(found[f"products of {weights}"][rows]["off"] for rows in ("1", "17")) < 2e-3
+        assert found[f"chat in {weights}"]["accelerate"]["pass_kind"] == "recorded"
     assert found["tiny int4 recorded answers"]["same"] and set(found["tiny int4 pass at 64"]) == {"0", "3"}
     choices = [found[f"choice {rows} x 3000"][rule] for rows in (1, 3) for rule in ("T", "top-k", "top-p", "min-p")]
     assert [told["same"] + told["left"] for told in choices] == [1] * 4 + [3] * 4

@@ -14,23 +14,24 @@ from conftest import stand_in
 from pretend_cuda import CudaTensor, PretendCuda, moved_recording
 from scripted_drafter import ScriptedDrafter
 from small_decoders import VOCAB, build, ids
+from stored_formats import FP8, by_block, by_output, checkpoint
 
 import retrieve_spec as rs
 from retrieve_spec import acceleration
 from retrieve_spec.errors import ConfigError, UnsupportedModelError
-from retrieve_spec.kernels.cpu import row_programs, unpacked_product
-from retrieve_spec.quantized import WeightOnlyConfig, pack_model
+from retrieve_spec.kernels.cpu import FLOATS, row_programs, unpack, unpacked_product
+from retrieve_spec.quantized import PackedLinear, WeightOnlyConfig, pack_model
 from retrieve_spec.recorded.packed_pass import PassGraphs
 from retrieve_spec.recorded.recorded_pass import RecordedPass
 from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
-from retrieve_spec.reference_model import load_model
+from retrieve_spec.reference_model import QUANTISED, load_model
 from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.interface import read_interface
 
 
-def packed(bits: int) -> Any:
+def packed(weights: str) -> Any:
     model = build("llama", hidden_size=64, intermediate_size=96, head_dim=16)
-    pack_model(model, WeightOnlyConfig(bits))
+    pack_model(model, WeightOnlyConfig(**QUANTISED[weights]))
     return model.eval()
 
 
@@ -56,12 +57,12 @@ def products(gpu: PretendCuda, with_triton: None, monkeypatch: pytest.MonkeyPatc
     return rows
 
 
-@pytest.mark.parametrize(("bits", "graphs", "index"), [(4, True, 0), (8, False, 1)])
+@pytest.mark.parametrize(("weights", "graphs", "index"), [("int4", True, 0), ("int8", False, 1), ("fp8", True, 0)])
 def test_texts_are_those_of_unpacked_products(
-    gpu: PretendCuda, products: list[int], monkeypatch: pytest.MonkeyPatch, bits: int, graphs: bool, index: int
+    gpu: PretendCuda, products: list[int], monkeypatch: pytest.MonkeyPatch, weights: str, graphs: bool, index: int
 ) -> None:
     """Prompts, passes with drafts and captured ones, on any GPU; packed weights are all there is of a layer's."""
-    host, device = packed(bits), torch.device("cuda", index)
+    host, device = packed(weights), torch.device("cuda", index)
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
     expected = host.generate(ids(70), **options)
     recorded = moved_recording(RecordedPass(host, 2), index)
@@ -78,7 +79,7 @@ def test_texts_are_those_of_unpacked_products(
     report = model.speculation.last
     assert report.pass_kind == "recorded" and report.tokens_per_pass > 1.5
     assert (set(report.ran) <= {"captured", "replayed"}) if graphs else max(products) >= 70
-    assert all(p.dtype == torch.uint8 for p in model.parameters() if p.ndim > 1)
+    assert all(p.dtype in (torch.uint8, FLOATS) for p in model.parameters() if p.ndim > 1)
 
 
 def assert_same(model: Any, host: Any) -> None:
@@ -89,10 +90,10 @@ def assert_same(model: Any, host: Any) -> None:
 
 
 def test_a_gpu_packs_what_a_cpu_packs(gpu: PretendCuda) -> None:
-    for bits in (4, 8):
+    for weights, settings in QUANTISED.items():
         model = build("llama", hidden_size=64, intermediate_size=96, head_dim=16).to("cuda")
-        pack_model(model, WeightOnlyConfig(bits))
-        assert_same(model, packed(bits))
+        pack_model(model, WeightOnlyConfig(**settings))
+        assert_same(model, packed(weights))
 
 
 def test_a_gpu_takes_the_folder_of_a_cpu(
@@ -111,9 +112,30 @@ def test_a_gpu_takes_the_folder_of_a_cpu(
         load_model(device="meta", quantize="int4")
 
 
+@pytest.mark.parametrize(
+    ("write", "settings"),
+    [(by_block, FP8), (by_output, {"quant_method": "compressed-tensors", "format": "float-quantized"})],
+)
+def test_numbers_of_fp8_stay(
+    gpu: PretendCuda, products: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, settings: Any
+) -> None:
+    monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path / "cache"))
+    values = checkpoint(tmp_path / "model", write, settings)
+    for _ in range(2):  # as converted, and as the cache has it
+        model, _ = load_model(str(tmp_path / "model"), device="cuda", quantize="fp8")
+        for path, layer in model.model.layers.named_modules():
+            if isinstance(layer, PackedLinear):
+                wanted, weight = values[f"model.layers.{path}.weight"], layer.weight.to("cpu")
+                assert weight.nbytes == 1.0625 * wanted.numel()  # a byte for each weight, two for each scale
+                torch.testing.assert_close(unpack(weight, wanted.shape[1]), wanted, atol=0.0, rtol=2**-11)
+    assert len(list((tmp_path / "cache" / "quantized").iterdir())) == 1
+    with pytest.raises(ConfigError, match="a CUDA GPU"):
+        load_model(str(tmp_path / "model"), device="cpu", quantize="fp8")
+
+
 def test_without_triton_a_gpu_says_so(gpu: PretendCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "retrieve_spec.kernels.triton_products", None)
-    model = packed(4).to("cuda")
+    model = packed("int4").to("cuda")
     with pytest.raises(UnsupportedModelError, match="expected Triton"):
         model.generate(ids(5).to("cuda"), max_new_tokens=2)
     x = torch.randn(1, 64)

@@ -70,14 +70,15 @@ from retrieve_spec.kernels.triton_rows import add_rms_norm
 from retrieve_spec.quantized import pack
 
 torch.manual_seed(0)
+FORMATS = ((4, False), (8, False), (8, True))  # bits, and whether they are floats
 CASES = ((1, 96, (48,)), (7, 64, (32, 16)), (64, 160, (80, 16, 144)), (130, 64, (144,)))
 for kind, close, cases in (
     (torch.float16, {"atol": 1e-2, "rtol": 2e-3}, CASES),
     (torch.bfloat16, {"atol": 0.3, "rtol": 2e-2}, CASES[1:3]),  # the interpreter does not round to it
 ):
-    for bits, (rows, inputs, outputs) in itertools.product((4, 8), cases):
+    for form, (rows, inputs, outputs) in itertools.product(FORMATS, cases):
         x = torch.randn(1, rows, inputs).to(kind)
-        weights = [pack(torch.randn(n, inputs), bits) for n in outputs]
+        weights = [pack(torch.randn(n, inputs), *form) for n in outputs]
         plain = [unpack(weight, inputs).to(kind).float() for weight in weights]
         biases = [torch.randn(n).to(kind) if rows > 1 else None for n in outputs]
         for got, weight, bias in zip(linears(x, weights, biases), plain, biases, strict=True):
@@ -91,8 +92,8 @@ for kind, close, cases in (
             torch.testing.assert_close(got, wanted, **close)
 
 # weights are what `unpack` gives, to the bit: ones pick them out
-for bits, rows in itertools.product((4, 8), (16, 32)):
-    weight = pack(torch.randn(176, 32), bits)
+for form, rows in itertools.product(FORMATS, (16, 32)):
+    weight = pack(torch.randn(176, 32), *form)
     got = linears(torch.eye(32)[None, :rows].half(), [weight], [None])[0][0]
     assert torch.equal(got, unpack(weight, 32).half().T[:rows])
 
@@ -155,12 +156,12 @@ import copy
 from retrieve_spec.kernels.cpu import unpack
 from retrieve_spec.quantized import WeightOnlyConfig, pack_model
 
-for family, bits in (("llama", 4), ("qwen2", 8)):
+for family, form in (("llama", {"bits": 4}), ("qwen2", {"bits": 8}), ("llama", {"bits": 8, "floats": True})):
     model = built(family, torch.bfloat16)
     plain = copy.deepcopy(model)
-    pack_model(model, WeightOnlyConfig(bits))
+    pack_model(model, WeightOnlyConfig(**form))
     for name, parameter in plain.named_parameters():
-        if (packed := model.get_parameter(name)).dtype == torch.uint8:
+        if not (packed := model.get_parameter(name)).is_floating_point():
             parameter.data = unpack(packed, parameter.shape[1])[: len(parameter)].bfloat16()
     (wanted, _), (ours, called) = (run_pass(each, kernels) for each in (plain, model))
     assert wanted.shape == ours.shape == (1, 11, 99)
@@ -183,7 +184,7 @@ for architecture, shared in ((80, 163), (90, 227)):
     for rows, outputs, stages in ((16, 64, 5), (64, 64, 4), (128, 64, 4), (16, 16, 5), (64, 16, 4)):
         out = "bf16" if outputs == 64 else "fp32"
         types = dict.fromkeys(names, "*bf16") | dict.fromkeys(names[-3:], f"*{out}")
-        constants = {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": 128, "BIASED": False, "BITS": 16}
+        constants = {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": 128, "BIASED": False, "BITS": 16, "FLOATS": False}
         aligned = [*names, "outputs_0", "outputs_1", "outputs_2", "inputs", "share"]
         done = made(_linears, types, constants, architecture, aligned, num_warps=4, num_stages=stages)
         assert done.metadata.shared <= shared << 10, done.metadata.shared
@@ -191,9 +192,11 @@ for architecture, shared in ((80, 163), (90, 227)):
         if architecture == 90 and outputs == 64:
             assert "wgmma" in done.asm["ptx"]
 types |= dict.fromkeys(names[1:4], "*i32")
-packed = itertools.product((80, 89, 90), (4, 8), ((16, 64, 64), (64, 128, 32)))
-for architecture, bits, (rows, outputs, inputs) in packed:
+forms = ((4, False), (8, False), (8, True))
+packed = itertools.product((80, 89, 90), forms, ((16, 64, 64), (64, 128, 32)))
+for architecture, (bits, floats), (rows, outputs, inputs) in packed:
     constants = {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": inputs, "BIASED": False, "BITS": bits}
+    constants["FLOATS"] = floats
     done = made(_linears, types, constants, architecture, aligned, num_warps=2, num_stages=4)
     assert registers(done) <= 240 and done.metadata.shared <= 32 << 10
     assert re.search(r"cp.async.cg.shared.global .*, 0x10,", done.asm["ptx"]), "read ahead, 16 bytes at once"

@@ -8,7 +8,7 @@ outside the package imports from here only.
 from retrieve_spec.kernels.compiled_code import drop_stale_kernels
 from retrieve_spec.kernels.cpu import layer_rows
 from retrieve_spec.kernels.cpu.number_formats import LIKE
-from retrieve_spec.kernels.cpu.packed_products import bits_of, unpack
+from retrieve_spec.kernels.cpu.packed_products import FLOATS, bits_of, unpack
 from retrieve_spec.kernels.cpu.row_programs import (
     CAN_RUN,
     NOWHERE,
@@ -27,6 +27,7 @@ from retrieve_spec.kernels.cpu.vector_code import GROUP, GROUP_BYTES, LANES, UNP
 
 __all__ = [
     "CAN_RUN",
+    "FLOATS",
     "GROUP",
     "GROUP_BYTES",
     "LANES",

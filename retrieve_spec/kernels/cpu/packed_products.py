@@ -34,6 +34,9 @@ BLOCKS = _VECTORS.blocks
 """Numbers of rows that products with packed weights compute together."""
 _MOST, _WIDTH, _PARTS = BLOCKS[-1], _VECTORS.lanes, LANES // _VECTORS.lanes
 _TALLEST, _TALLEST_OF_BFLOAT16, _WIDEST = max(_VECTORS.tiles), max(_VECTORS.bfloat16_tiles), _VECTORS.tiles[1]
+FLOATS = torch.int8
+"""Type of packed weights whose bytes are numbers of FP8 (e4m3); those of integers are uint8. Scales are 256 times as
+large, so that they are normal numbers of float16."""
 _AHEAD = 4096
 """Prefetch distance in bytes, as memory latency is the time of several groups."""
 _NEAR = 1 << 18
@@ -180,8 +183,11 @@ def unpack(weight: torch.Tensor, columns: int) -> torch.Tensor:
     levels, numbers = packed[..., : 64 * bits], packed[..., 64 * bits :]
     if bits == 4:
         levels = torch.cat([levels & 15, levels >> 4], -1)
-    levels = levels.view(-1, groups, GROUP // 4, LANES, 4).permute(0, 3, 1, 2, 4).flatten(-2).float()
+    levels = levels.view(-1, groups, GROUP // 4, LANES, 4).permute(0, 3, 1, 2, 4).flatten(-2)
     halves = numbers.contiguous().view(torch.float16).float()
     scales, *offsets = halves.view(-1, groups, 2 if bits == 4 else 1, LANES).permute(2, 0, 3, 1).unsqueeze(-1)
-    floats = levels * scales + offsets[0] if offsets else (levels - 128) * scales
+    if weight.dtype == FLOATS:
+        floats = levels.view(torch.float8_e4m3fn).float() * (scales / 256)
+    else:
+        floats = levels.float() * scales + offsets[0] if offsets else (levels.float() - 128) * scales
     return floats.flatten(2).flatten(0, 1)

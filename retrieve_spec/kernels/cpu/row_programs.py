@@ -30,6 +30,7 @@ from retrieve_spec.kernels.cpu.layer_rows import gate_row, normalise_rows, rotat
 from retrieve_spec.kernels.cpu.number_formats import LIKE, bytes_of
 from retrieve_spec.kernels.cpu.packed_products import (
     BLOCKS,
+    FLOATS,
     bits_of,
     interleave_block,
     multiply_panel,
@@ -507,7 +508,7 @@ torch.library.define("retrieve_spec::packed_product", "(Tensor x, Tensor weight,
 
 @torch.library.impl("retrieve_spec::packed_product", "cpu")
 def _packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if x.dtype == torch.bfloat16 and CAN_RUN:
+    if x.dtype == torch.bfloat16 and CAN_RUN and weight.dtype != FLOATS:
         return packed_product(x, weight, bias)
     return unpacked_product(x, weight, bias)
 
