@@ -23,6 +23,8 @@ _REMEMBERED, _LARGE = 128, 65_536
 """The most texts whose encoding is cached, and the most characters of such a text."""
 _LONG = 4096
 """Longer texts are encoded by the batch call, which lets other threads run."""
+_MANY = 256
+"""As many token ids are decoded by the batch call, likewise."""
 
 
 def line_end(*texts: str) -> str:
@@ -132,8 +134,10 @@ class TextCodec:
         return self.vocab.get(spelling)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Decode token ids."""
-        return self._full.decode(list(token_ids), skip_special_tokens=False)
+        """Decode token ids; many by the batch call, which lets other threads run."""
+        if len(token_ids) < _MANY:
+            return self._full.decode(list(token_ids), skip_special_tokens=False)
+        return self._full.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Decode each token on its own."""
