@@ -113,6 +113,7 @@ class ChatTemplate:
         if all(turn["role"] != "user" for turn in turns):
             forms.append(lambda turns, tools: ([*turns, {"role": "user", "content": ""}], tools))
         forms.append(lambda turns, tools: (plain(turns), tools))
+        forms.append(lambda turns, tools: (with_tools_told(turns, tools), ()))
         for form in forms:
             try:
                 return self._render(turns, tools, **how)
@@ -251,14 +252,20 @@ def _called(traits: Traits, *names: str) -> list[Turn]:
 
 
 def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool with descriptions of itself and of its arguments, which some templates require."""
+    """Return a tool as the strictest templates read it: all is described, and no argument may be null."""
     function = {"description": "", **tool["function"]}
     given = function.get("parameters") or {}
     properties = {
-        name: {"description": "", **schema} if isinstance(schema, dict) else schema
+        name: {"description": "", **schema, **_not_null(schema)} if isinstance(schema, dict) else schema
         for name, schema in given.get("properties", {}).items()
     }
     return {**tool, "function": {**function, "parameters": {**given, "properties": properties}}}
+
+
+def _not_null(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the type of a schema that lists several, without null."""
+    kinds = schema.get("type")
+    return {"type": [kind for kind in kinds if kind != "null"]} if isinstance(kinds, list) else {}
 
 
 def instructed(turns: Sequence[Turn], traits: Traits) -> list[Turn]:
@@ -335,15 +342,19 @@ def text_before_calls(turns: Sequence[Turn], traits: Traits) -> list[Turn]:
 
 
 def alternating(turns: Sequence[Turn]) -> list[Turn]:
-    """Return a conversation with alternating roles: consecutive turns are joined, missing ones are empty."""
+    """Return a conversation with alternating roles: consecutive turns are joined, missing ones are blank.
+
+    A user's turn after calls or their results needs an answer before it, since for templates these are no turns.
+    """
     shaped = list[Turn]()
     for turn in turns:
-        role, before = turn["role"], shaped[-1]["role"] if shaped else "system"
+        last = shaped[-1] if shaped else {"role": "system"}
+        role, before = turn["role"], last["role"]
         if role == before and role in ("user", "assistant"):
             shaped[-1] = joined(shaped[-1], turn)
             continue
-        if (role, before) == ("user", "tool"):
-            shaped.append({"role": "assistant", "content": ""})
+        if role == "user" and (before == "tool" or "tool_calls" in last):
+            shaped.append({"role": "assistant", "content": " "})  # some templates refuse empty answers
         elif role == "assistant" and before in ("system", "developer"):
             shaped.append({"role": "user", "content": ""})
         shaped.append(turn)

@@ -455,6 +455,51 @@ def test_what_came_of_a_call_follows_it_and_what_came_of_none_is_the_users(serve
     assert prompt.index("came 0") < prompt.index("came 1") < prompt.index("came 2") < last
 
 
+ODD_SCHEMAS = [
+    # (what the template fails at, the schema of an argument, what it shows)
+    ("'null' in a.type", {"type": ["string", "null"]}, "<tools>"),
+    ("a['$ref']", {"$ref": "#"}, "You may call these functions"),
+]
+
+
+@pytest.mark.parametrize(("fails", "schema", "shown"), ODD_SCHEMAS)
+def test_tools_are_shown_whatever_of_a_schema_the_template_fails_at(served, templated, fails, schema, shown):
+    """Hermes' own, and Command R's, never end at null among several types."""
+    templated.chat_template = (
+        "{% for t in tools or [] %}{% set a = t.function.parameters.properties.a %}"
+        f"{{% if {fails} %}}{{{{ raise_exception('no') }}}}{{% endif %}}{{% endfor %}}"
+    ) + FAMILIES["qwen2.5"]
+    server = served("said")
+    parameters = {"type": "object", "properties": {"a": schema}}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+    assert server.post(CHAT, {"messages": [USER], "tools": tools}).status_code == 200
+    prompt = server.service.codec.decode(server.backend.prompts[-1])
+    assert shown in prompt and '"look"' in prompt and "Go on." in prompt
+
+
+REFUSES_EMPTY = FAMILIES["mistral"].replace(
+    '{{- " " + message.content + "</s>" }}',
+    '{%- if not message.content %}{{- raise_exception("no content") }}{%- endif %}{{- message.content + "</s>" }}',
+)
+"""As Ministral 3's."""
+
+
+@pytest.mark.parametrize("results", [1, 0])
+@pytest.mark.parametrize("template", [FAMILIES["mistral"], REFUSES_EMPTY])
+def test_calls_stay_calls_when_the_user_speaks_after_them(served, templated, template, results):
+    """Claude Code sends reminders with results; other agents drop the result of a call that was interrupted."""
+    templated.chat_template = template
+    server = served("said")
+    came = {"role": "tool", "tool_call_id": "c1", "content": "came"}
+    past = [USER, {"role": "assistant", "content": "", "tool_calls": [called({})]}, *[came] * results]
+    for role in ("user", "system"):
+        body = {"messages": [*past, {"role": role, "content": "Be brief."}, *[USER] * (role == "system")]}
+        body["tools"] = [{"type": "function", "function": {"name": "f"}}]
+        assert server.post(CHAT, body).status_code == 200
+        prompt = server.service.codec.decode(server.backend.prompts[-1])
+        assert "[TOOL_CALLS] [" in prompt and "Be brief." in prompt and "<tool_" not in prompt
+
+
 UNTIL_ANSWERED = HERMES.replace(
     "{{ message.content }}",
     "{% if not (message.tool_calls and messages[loop.index:] | rejectattr('tool_calls', 'defined')"
