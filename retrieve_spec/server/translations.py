@@ -302,7 +302,7 @@ class ResponsesRequest(Speculating):
 
     input: Text | Annotated[Items[Item], Field(min_length=1)]
     instructions: Text | None = None
-    max_output_tokens: Annotated[Count, Field(ge=1)] | None = None
+    max_output_tokens: Count | None = None
     stream: StrictBool | None = None
     temperature: Number | None = None
     top_p: Share | None = None

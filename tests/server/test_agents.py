@@ -131,6 +131,7 @@ TAKEN = [
     (CHAT, {"tools": [NESTED], "user": {"id": 7}, "max_tokens": 1 << 53, "seed": (1 << 64) - 1}, True),
     (CHAT, {"prediction": {"type": "content", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}}, False),
     ("/v1/responses", {"tools": [NESTED], "tool_choice": {"type": "auto"}, "max_output_tokens": 1 << 53}, True),
+    ("/v1/responses", {"max_output_tokens": -1}, False),
     ("/v1/messages", {"max_tokens": 0, "top_k": -1}, False),
     ("/api/chat", {"messages": None}, False),
     ("/api/generate", {"prompt": None}, False),
