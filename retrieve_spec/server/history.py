@@ -74,15 +74,16 @@ def _part_text(part: Any, place: str, left_out: list[str]) -> str:
         return json.dumps(part)
     kind = _kind_of(part)
     source = part.get("source")
-    told = part.get(_TEXT_FIELDS.get(kind, "text"))
-    if not isinstance(told, str) and kind == "document" and isinstance(source, dict) and source.get("type") == "text":
-        told = source.get("data")
-    if isinstance(told, str):
-        return told
+    text = part.get(_TEXT_FIELDS.get(kind, "text"))
+    if not isinstance(text, str) and kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        text = source.get("data")
+    if isinstance(text, str):
+        return text
     if isinstance(content := part.get("content"), str | list):  # search results, documents
         return read_content(content, place, left_out)[0]
     left_out.append(f"{place} ({kind})")
-    name = next((part[key] for key in ("tool_name", "name", "filename") if isinstance(part.get(key), str)), "")
+    told = {**_object(part.get("file")), **part}
+    name = next((told[key] for key in ("tool_name", "name", "filename") if isinstance(told.get(key), str)), "")
     return f"[{kind.removeprefix('input_').removesuffix('_url')}{' ' * bool(name)}{name}]"
 
 
@@ -92,6 +93,14 @@ def _thought(part: Mapping[str, Any], place: str, left_out: list[str]) -> str:
     if not parts:
         left_out.append(f"{place} ({_kind_of(part)})")
     return read_content(parts, place, left_out)[0]
+
+
+def _result_text(result: Any, place: str, left_out: list[str]) -> str:
+    """Return the result of a call as text: JSON, unless it is a text or consists of content parts."""
+    parts = result if isinstance(result, list) else [result]
+    if all(part is None or isinstance(part, str) or _object(part).keys() & {"type", "text"} for part in parts):
+        return read_content(result, place, left_out)[0]
+    return json.dumps(result, ensure_ascii=False)
 
 
 def _call(name: Any, given: Any, call_id: Any, place: str) -> dict[str, Any]:
@@ -124,7 +133,7 @@ def chat_turns(messages: Sequence[Any], left_out: list[str]) -> list[Turn]:
             turns += _system_turns(role, message, place, left_out)
         else:
             turn = _chat_turn(role, message, place, left_out)
-            if role == "tool" and "tool_call_id" not in turn and waiting:
+            if role == "tool" and not turn.get("tool_call_id") and waiting:
                 turn["tool_call_id"] = waiting.pop(0)  # Ollama's clients send results in the order of the calls
             waiting = [call["id"] for call in turn["tool_calls"]] if "tool_calls" in turn else waiting
             turns.append(turn)
@@ -158,7 +167,9 @@ def _system_turns(role: str, message: Mapping[str, Any], place: str, left_out: l
 
 
 def _chat_turn(role: str, message: Mapping[str, Any], place: str, left_out: list[str]) -> Turn:
-    text, thought = read_content(message.get("content"), place, left_out)
+    content = message.get("content")
+    content = _result_text(content, place, left_out) if role == "tool" else content
+    text, thought = read_content(content, place, left_out)
     known = ("role", "content", "tool_calls", "function_call", "audio", "refusal", "reasoning", "reasoning_content")
     turn: Turn = {key: value for key, value in message.items() if key not in known and value not in (None, [])}
     thoughts = (thought, message.get("reasoning_content"), message.get("reasoning"))
@@ -198,7 +209,7 @@ def message_turns(messages: Sequence[Any], left_out: list[str]) -> list[Turn]:
         calls = [block for block in map(_object, blocks) if block.get("type") == "tool_use"]
         others = [block for block in blocks if block is not None and block not in (*results, *calls)]
         for block in results:
-            text, _ = read_content(block.get("content"), place, left_out)
+            text = _result_text(block.get("content"), place, left_out)
             turns.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         said: Turn = {"role": message.get("role"), "content": others}
         if calls:
@@ -220,8 +231,9 @@ def response_turns(items: Sequence[Any], names: Names, left_out: list[str]) -> l
             thought = "\n".join(filter(None, (thought, _thought(item, place, left_out))))
             continue
         turn = _item_turn(item, kind, names, place, left_out)
-        if turn and thought and turn["role"] == "assistant":
-            turn["reasoning_content"], thought = thought, ""
+        if turn and turn["role"] == "assistant" and thought:
+            turn["reasoning_content"] = thought
+        thought = "" if turn else thought  # a thought without an answer belongs to no later one
         if turn and turn["role"] == "assistant" and turns and turns[-1]["role"] == "assistant":
             turns[-1] = joined(turns[-1], turn)
         elif turn:
@@ -238,7 +250,8 @@ def _item_turn(item: Mapping[str, Any], kind: str, names: Names, place: str, lef
             content = read_content(content, place, left_out)[0]
         return {"role": item.get("role"), "content": content}
     if kind.endswith("_output"):
-        return {"role": "tool", "tool_call_id": call_id, "content": _output_text(item, place, left_out)}
+        output = _result_text(item.get("output", item.get("content")), place, left_out)
+        return {"role": "tool", "tool_call_id": call_id, "content": output}
     if kind.endswith("_call") and kind not in _HOSTED:
         given = next((item[key] for key in ("arguments", "input", "action", "operation") if key in item), None)
         namespace, name = item.get("namespace"), str(item.get("name") or kind.removesuffix("_call"))
@@ -247,13 +260,6 @@ def _item_turn(item: Mapping[str, Any], kind: str, names: Names, place: str, lef
     if kind != "additional_tools":  # these are also in the request's tools
         left_out.append(f"{place} ({kind})")
     return {}
-
-
-def _output_text(item: Mapping[str, Any], place: str, left_out: list[str]) -> str:
-    output = item.get("output", item.get("content"))
-    if isinstance(output, list) and all("type" in _object(part) for part in output):
-        return read_content(output, place, left_out)[0]
-    return output if isinstance(output, str) else "" if output is None else json.dumps(output, ensure_ascii=False)
 
 
 def joined(first: Turn, second: Turn) -> Turn:
@@ -332,9 +338,11 @@ def response_tools(
 ) -> tuple[list[Tool], Names]:
     """Return the functions among a response's tools and input items, and the name of each.
 
-    Invalid tools in the input are dropped, because the input is a history.
+    Invalid tools in the input are dropped, because the input is a history, and those of MCP servers, which the provider
+    calls.
     """
-    added = [tool for item in items if isinstance(own := _object(item).get("tools"), list) for tool in own]
+    listed = [item.get("tools") for item in map(_object, items) if item.get("type") != "mcp_list_tools"]
+    added = [tool for own in listed if isinstance(own, list) for tool in own]
     kept, names = list[Tool](), Names()
     for tool, namespace in _functions(tools, "tools", left_out):
         kept.append(_function(_offered(tool.get("name"), namespace, names), tool))

@@ -36,6 +36,16 @@ PAST = [
     (CHAT, [block({"type": "input_audio", "input_audio": {}})], "[audio]", "messages.0 (input_audio)"),
     (CHAT, [{"role": "assistant", "content": None, "refusal": "I will not."}], "I will not.", ""),
     (CHAT, [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}], "No.", ""),
+    (CHAT, [block({"type": "file", "file": {"filename": "a.pdf", "file_data": "data:"}})], "[file a.pdf]",
+     "messages.0 (file)"),
+    (CHAT, [{"role": "assistant", "tool_calls": [called({})]},
+            {"role": "tool", "tool_call_id": "c1", "content": {"n": "é"}}],
+     'tool\n{"n": "é"}', ""),
+    (CHAT, [{"role": "assistant", "tool_calls": [called({})]},
+            {"role": "tool", "tool_call_id": "c1", "content": [{"n": 3}]}],
+     'tool\n[{"n": 3}]', ""),
+    (MESSAGES, [block({"type": "tool_use", "id": "1", "name": "f", "input": {}}, role="assistant"),
+                block({"type": "tool_result", "tool_use_id": "1", "content": {"n": 3}})], 'tool\n{"n": 3}', ""),
     (CHAT, [{"role": "critic", "content": "Hm."}], "user\nHm.", "messages.0.role (critic)"),
     (CHAT, [{"role": "assistant", "audio": {"id": "a"}}], "[audio]", "messages.0 (audio)"),
     (CHAT, [None, "a text", {"content": "nobody's"}], "user\na text<|im_end|>\n<|im_start|>user\nnobody's",
@@ -121,6 +131,33 @@ def test_thoughts_of_the_past_reach_templates_that_show_them(served, templated):
         assert server.post(path, asked(path, history)).status_code == 200
         prompt = server.service.codec.decode(server.backend.prompts[-1])
         assert "<think>\nI muse\n</think>\n\n<tool_call>" in prompt, (history, prompt)
+
+
+def test_a_thought_without_an_answer_belongs_to_no_later_one(served, templated):
+    templated.chat_template = FAMILIES["qwen3"]
+    server = served("said")
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "I muse"}]}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    assert server.post(RESPONSES, asked(RESPONSES, [thought, USER, call])).status_code == 200
+    assert "I muse" not in server.service.codec.decode(server.backend.prompts[-1])
+
+
+def test_a_result_without_an_id_belongs_to_the_call_before_it(served):
+    server = served("said")
+    for given in ({}, {"id": "", "tool_call_id": ""}):
+        call = {**called({}), "id": given.get("id")}
+        came = {"role": "tool", "content": "came", **given}
+        assert server.post(CHAT, asked(CHAT, [{"role": "assistant", "tool_calls": [call]}, came])).status_code == 200
+        assert "tool\ncame<|im_end|>" in server.service.codec.decode(server.backend.prompts[-1])
+
+
+def test_tools_of_a_provider_in_a_history_are_not_offered(served):
+    server = served("said")
+    tools = [{"name": "search", "input_schema": {"type": "object"}}]
+    for kind, offered in (("mcp_list_tools", False), ("additional_tools", True), ("tool_search_output", True)):
+        item = {"type": kind, "call_id": "1", "tools": tools}
+        assert server.post(RESPONSES, asked(RESPONSES, [item])).status_code == 200
+        assert ('"search"' in server.service.codec.decode(server.backend.prompts[-1])) == offered, kind
 
 
 def test_what_asks_for_more_is_left_out_and_told(served):
