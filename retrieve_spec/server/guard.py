@@ -378,8 +378,10 @@ class Guard:
             return
         if scope["method"] == "HEAD":  # the connection omits the body
             scope = {**scope, "method": "GET"}
-        if self._prefix and f"{scope['path']}/".startswith(f"{self._prefix}/"):
-            scope = {**scope, "path": scope["path"].removeprefix(self._prefix) or "/"}
+        path = "/" + "/".join(filter(None, scope["path"].split("/")))  # addresses that end with a slash give two
+        if self._prefix and f"{path}/".startswith(f"{self._prefix}/"):
+            path = path.removeprefix(self._prefix) or "/"
+        scope = {**scope, "path": path}
         answer: ASGIApp | None = None if scope["path"] == PAGE else self._unready()
         if answer is None and (refusal := self._refuse(scope["path"], Headers(scope=scope))) is not None:
             answer = refusal.response(scope["path"])

@@ -89,6 +89,8 @@ def test_a_path_in_front_may_be_there_or_not(live, say):
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}
     for path in ("/v1/chat/completions", "/llm/v1/chat/completions", "/v1/messages", "/llm/v1/messages"):
         assert server.post(path, chat).status_code == 200
+    for path in ("/llm//v1/chat/completions", "/v1//chat/completions", "/llm/v1/chat/completions/"):
+        assert server.post(path, chat).status_code == 200  # of addresses that end with a slash
     assert server.post("/llm/v1/messages", {}).json()["type"] == "error"
     assert server.post("/llmv1/messages", chat).status_code == 404
 
