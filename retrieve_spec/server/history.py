@@ -311,7 +311,7 @@ def read_choice(choice: Any) -> Any:
         return read_choice(known["type"])
     if known.get("type") in ("function", "tool") and "name" in known:
         return {"type": "function", "function": {"name": known["name"]}}
-    return choice
+    return choice or None
 
 
 def only(tools: Any, allowed: Mapping[str, Any]) -> list[Any]:

@@ -27,6 +27,7 @@ from retrieve_spec.server.schemas import (
     Items,
     OpenAICompletionRequest,
     Penalty,
+    RepetitionPenalty,
     SamplingOptions,
     Speculating,
     Text,
@@ -44,15 +45,15 @@ class Options(SamplingOptions):
     """Sampling, limit of tokens and stop strings."""
 
     num_predict: Annotated[int, Field(ge=-2, le=1 << 31)] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
 
     def as_fields(self) -> dict[str, Any]:
         """Return the fields of OpenAI's dialect."""
-        fields = self.model_dump(exclude={"num_predict", "repeat_penalty"}, exclude_none=True)
+        fields = self.model_dump(exclude={"num_predict"}, exclude_none=True)
         wanted = None if self.num_predict is None else max(self.num_predict, -1)
-        return {**fields, "max_tokens": wanted, "repetition_penalty": self.repeat_penalty}
+        return {**fields, "max_tokens": wanted}
 
 
 class OllamaRequest(Speculating):

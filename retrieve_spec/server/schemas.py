@@ -49,6 +49,7 @@ Seed = Annotated[int, AfterValidator(lambda seed: seed % _SEEDS if seed >= 0 els
 """A number of any size; negative means none."""
 Share = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1)]
 Penalty = Annotated[float, Field(allow_inf_nan=False, ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(allow_inf_nan=False, gt=0, le=100)]
 Bias = Annotated[float, Field(allow_inf_nan=False, ge=-100, le=100)]
 TopTokens = Annotated[StrictInt, Field(ge=0, le=20)]
 Text = StrictStr
@@ -247,8 +248,14 @@ class OpenAIOptions(Common):
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    repeat_penalty: RepetitionPenalty | None = Field(None, description="llama.cpp's name of `repetition_penalty`.")
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024)] | None = None
+
+    @field_validator("response_format", "logit_bias", mode="before")
+    @classmethod
+    def _none_if_empty(cls, given: Any) -> Any:
+        return given or None
 
     def wanted_json(self) -> tuple[dict[str, Any] | None, str]:
         """Return the JSON schema of the answer (None for any text), and the field that asks for it."""

@@ -546,7 +546,7 @@ class Service:
             sampling,
             presence=request.presence_penalty or 0.0,
             frequency=request.frequency_penalty or 0.0,
-            repetition=request.repetition_penalty or 1.0,
+            repetition=request.repetition_penalty or request.repeat_penalty or 1.0,
             bias=bias,
         )
 

@@ -125,6 +125,7 @@ TAKEN = [
     (CHAT, {"tools": [{"type": "function", **LOOK}], "tool_choice": {"type": "auto"}}, True),
     (CHAT, {"tools": [{"name": "look", "input_schema": LOOK["parameters"]}], "tool_choice": ""}, True),
     (CHAT, {"tools": [NESTED], "tool_choice": {"type": "none"}}, False),
+    (CHAT, {"tools": [NESTED], "tool_choice": {}, "response_format": {}, "logit_bias": []}, True),
     (CHAT, {"tools": [NESTED, {"type": "function", "function": {**LOOK, "description": "Looks again."}}]}, True),
     (CHAT, {"tools": [{"type": "function", "function": {**LOOK, "parameters": UNSET}}]}, True),
     (CHAT, {"tools": [{"type": "function", "function": {**LOOK, "parameters": []}}]}, True),

@@ -125,6 +125,7 @@ def test_penalties_and_biases_are_generates(reference, reference_live, greedy):
     for fields, expected in (
         ({"logit_bias": {str(often): -100}}, biased),
         ({"repetition_penalty": 1.4}, penalised),
+        ({"repeat_penalty": 1.4}, penalised),
         ({"presence_penalty": 0.3, "frequency_penalty": 0.6}, counted),
         ({"logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1}, plain_text),
         ({"logit_bias": {str(often): 100.0}}, tokenizer.decode([often] * 24)),
