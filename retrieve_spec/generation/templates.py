@@ -57,7 +57,7 @@ class Templates:
                 self._known.clear()
             captured = generate(**{**arguments, "logits_processor": [_GUIDES]}, custom_generate=capture)
             self._known[key] = captured if self._fits_any_text(captured, arguments["input_ids"]) else None
-            captured.model_kwargs[self._cache_name] = None  # belongs to the caller
+            captured.model_kwargs[self._cache_name] = captured.input_ids = None  # nothing of a user's text is kept
         template = self._known[key]
         if template is not None:
             return self._fill(template, arguments)

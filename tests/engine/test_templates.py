@@ -1,6 +1,8 @@
 """Calls that are made from an earlier one are what `generate` would have prepared."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -101,6 +103,15 @@ def test_generate_prepares_each_kind_of_call_once(tiny):
     for arguments in calls(tiny, OF_ONE_TEXT[0]):  # prepared each time, and once more for the template
         templates.prepare(generate, arguments)
     assert len(prepared) == len(OPTIONS) + 5
+
+
+@torch.no_grad()
+def test_nothing_of_a_text_is_kept(tiny):
+    templates, (arguments, *_) = Templates("past_key_values"), calls(tiny, OPTIONS[0])
+    templates.prepare(tiny.generate, arguments)
+    ids, cache = (weakref.ref(arguments.pop(name)) for name in ("input_ids", "past_key_values"))
+    gc.collect()
+    assert ids() is None and cache() is None
 
 
 @torch.no_grad()
