@@ -1,7 +1,9 @@
 """Checkpoints of FP8, of compressed-tensors with 8 bits and of bitsandbytes, read without these packages."""
 
+import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +49,37 @@ def in_integers(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"weight": numbers, "weight_scale": scales, "weight_zero_point": zeros}, (numbers.float() - zeros) * scales
 
 
+def by_table(weight: torch.Tensor, nested: bool = False) -> tuple[Tensors, torch.Tensor]:
+    """Two places in a table in each byte, the first in the high bits; scales of 64 weights, themselves from a table."""
+    table, places, scales = (
+        torch.linspace(-1, 1, 16),
+        torch.randint(16, (weight.numel(),)),
+        some_scales(-(-weight.numel() // 64)),
+    )
+    about = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
+    stored = {"absmax": scales, "quant_map": table}
+    if nested:
+        codes, tables, factors = (
+            torch.randint(256, scales.shape),
+            torch.linspace(-1, 1, 256),
+            some_scales(-(-len(scales) // 256)),
+        )
+        scales = tables[codes] * factors.repeat_interleave(256)[: len(codes)] + 0.01
+        about |= {"nested_blocksize": 256, "nested_offset": 0.01, "nested_dtype": "float32"}
+        stored |= {"absmax": codes.to(torch.uint8), "nested_absmax": factors, "nested_quant_map": tables}
+    stored["quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
+    tensors = {f"weight.{name}": tensor for name, tensor in stored.items()}
+    tensors["weight"] = (places[::2] << 4 | places[1::2]).to(torch.uint8)[:, None]
+    values = table[places] * scales.repeat_interleave(64)[: len(places)]
+    return tensors, values.view(weight.shape)
+
+
 def compressed(layout: str, **weights: Any) -> dict[str, Any]:
     groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8} | weights}}
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
 
 
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 ROTATION = {"apply": [{"location": "weight_input"}, {"location": "input"}]}
 ROTATED = {"transform_config": {"config_groups": {"u": ROTATION}}}
 
@@ -66,9 +94,11 @@ ROTATED = {"transform_config": {"config_groups": {"u": ROTATION}}}
         (by_output, compressed("float-quantized", type="float", strategy="channel")),
         (by_block_of_compressed_tensors, compressed("float-quantized", strategy="block", block_structure=[128, 128])),
         (in_integers, compressed("int-quantized", type="int", strategy="channel")),
+        (by_table, NF4),
+        (partial(by_table, nested=True), NF4 | {"bnb_4bit_use_double_quant": True}),
     ],
 )
-def test_a_cpu_loads_the_values_of_weights_of_8_bits(
+def test_a_cpu_loads_the_values_of_quantised_weights(
     tmp_path: Path, write: Callable[..., Any], settings: dict[str, Any]
 ) -> None:
     values = checkpoint(tmp_path / "model", write, settings)
