@@ -36,6 +36,7 @@ from retrieve_spec.kernels.cpu.vector_code import (
     block_product,
     score_block,
     tile_product,
+    widening,
 )
 from retrieve_spec.kernels.cpu.vector_units import VectorUnit, portable
 from retrieve_spec.quantized import pack
@@ -174,9 +175,9 @@ EVERY_UNIT = pytest.mark.parametrize("unit", UNITS, ids=[f"{i}-{unit.lanes}" for
 
 
 @functools.cache
-def multiplying(unit: VectorUnit) -> tuple[Any, Any, Any]:
-    """Products by packed weights, by keys and by unpacked weights, compiled once for a unit."""
-    product, score, tile = block_product(unit), score_block(unit), tile_product(unit)
+def multiplying(unit: VectorUnit) -> tuple[Any, Any, Any, Any]:
+    """Products by packed weights, by keys and by unpacked weights, and conversion, compiled once for a unit."""
+    product, score, tile, widen = block_product(unit), score_block(unit), tile_product(unit), widening(unit)
 
     @njit
     def multiply(
@@ -193,12 +194,16 @@ def multiplying(unit: VectorUnit) -> tuple[Any, Any, Any]:
 
     @njit
     def multiply_unpacked(
-        like: Any, rows: int, last: int, weight: int, x: int, row_bytes: int, chunks: int, ahead: int, step: int,
+        like: Any, rows: int, last: int, width: int, weight: int, x: int, chunks: int, ahead: int, step: int,
         bias: int, out: int, stride: int,
     ) -> None:  # fmt: skip
-        tile(like, rows, last, weight, x, row_bytes, chunks, ahead, step, bias, out, stride)
+        tile(like, rows, last, width, weight, x, chunks, ahead, step, bias, out, stride)
 
-    return multiply, multiply_keys, multiply_unpacked
+    @njit
+    def convert(like: Any, x: int, chunks: int, out: int) -> None:
+        widen(like, x, chunks, out)
+
+    return multiply, multiply_keys, multiply_unpacked, convert
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -252,8 +257,9 @@ def test_rows_are_multiplied_as_they_lie(dtype: torch.dtype, unit: VectorUnit) -
     """By what this CPU has an instruction for, and by operations that all have; with weights, and with keys."""
     torch.manual_seed(0)
     weight, bias = torch.randn(16, 96).to(dtype), torch.randn(32).to(dtype)
-    (_, multiply_keys, multiply_unpacked), size = multiplying(unit), dtype.itemsize
-    tiles = unit.bfloat16_tiles if dtype == torch.bfloat16 else unit.tiles
+    (_, multiply_keys, multiply_unpacked, convert), size = multiplying(unit), dtype.itemsize
+    is_widened = size == 2 and not (dtype == torch.bfloat16 and unit.add_pairs)
+    tiles = unit.widened_tiles if is_widened else unit.tiles
     asked = dtype if dtype == torch.bfloat16 and unit.add_pairs else torch.float32
     for rows in unit.attention_blocks:
         x = torch.randn(rows, 96).to(dtype)
@@ -266,13 +272,16 @@ def test_rows_are_multiplied_as_they_lie(dtype: torch.dtype, unit: VectorUnit) -
                 scores[:, first:].data_ptr(), 64,
             )  # fmt: skip
         torch.testing.assert_close(scores.double(), wanted, **CLOSE[torch.float32])
-        for count, asks in itertools.product(tiles, (True, False)):
-            last, width = min(rows, count) - 1, tiles[count] if asks else LEAST_TILE
+        prepared = torch.empty(rows, 96) if is_widened else x
+        for row in range(rows if is_widened else 0):
+            convert(LIKE[dtype], x[row].data_ptr(), chunks, prepared[row].data_ptr())
+        for count, few in itertools.product(tiles, (True, False)):
+            last, width = min(rows, count) - 1, min(tiles[count], LEAST_TILE) if few else tiles[count]
             results = torch.full((count, 16), torch.nan, dtype=dtype)
             for first in range(0, 16, width):
                 multiply_unpacked(
-                    LIKE[dtype], count, last, weight[first:].data_ptr(), x.data_ptr(), 96 * size, 96 * size // 64,
-                    weight.data_ptr(), 64 if asks else 0, bias[first:].data_ptr(), results[:, first:].data_ptr(),
+                    LIKE[dtype], count, last, width, weight[first:].data_ptr(), prepared.data_ptr(), chunks,
+                    weight.data_ptr(), 0 if few else 64, bias[first:].data_ptr(), results[:, first:].data_ptr(),
                     16 * size,
                 )  # fmt: skip
             there = last + 1

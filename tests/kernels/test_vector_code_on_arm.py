@@ -20,9 +20,11 @@ from retrieve_spec.kernels.cpu.vector_code import (
     GROUP,
     GROUP_BYTES,
     block_product,
+    is_widened,
     mix_block,
     score_block,
     tile_product,
+    widening,
 )
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
@@ -104,9 +106,12 @@ def test_rows_are_multiplied_as_they_lie(run: Run, cpu: str, like: Any) -> None:
     weight, x, bias = (torch.randn(shape).to(dtype) for shape in ((16, 64), (4, 64), (16,)))
     out, scores, size = torch.zeros(4, 16, dtype=dtype), torch.zeros(4, 16), dtype.itemsize
     wanted = x.double() @ weight.double().T
+    prepared = torch.zeros(4, 64) if is_widened(unit, like) else x
+    for row in range(4):
+        run(widening, like, Address(x, 64 * size * row), size, Address(prepared, 256 * row))
     for first in range(0, 16, 4):
         run(
-            tile_product, like, 4, 3, Address(weight, 64 * size * first), Address(x), 64 * size, size,
+            tile_product, like, 4, 3, 4, Address(weight, 64 * size * first), Address(prepared), size,
             Address(weight), 64, Address(bias, size * first), Address(out, size * first), 16 * size,
         )  # fmt: skip
     torch.testing.assert_close(out.double(), wanted + bias, rtol=2**-7, atol=1e-3)

@@ -46,14 +46,15 @@ def test_bytes_are_multiplied_by_the_instructions_there_are(
 
 @pytest.mark.parametrize("cpu", ["haswell", "avxvnni", "zen4", "dotprod"])
 def test_sums_stay_in_registers(cpu: str) -> None:
-    """Of products of bytes, and of tiles of float32; nothing wider than the registers there are is used."""
+    """Of products of bytes, and of tiles of float32 and bfloat16; no register is wider than the CPU's."""
     unit = unit_of(cpu)
-    for product, like in ((block_product(unit), types.uint16), (tile_product(unit), types.float32)):
+    tiles = tile_product(unit)
+    for product, like in ((block_product(unit), types.uint16), (tiles, types.float32), (tiles, types.uint16)):
         loops = loops_of(product, like, cpu)
         if cpu in ("haswell", "avxvnni"):
             assert not any(re.search(r"%zmm|%ymm(1[6-9]|[23]\d)", line) for loop in loops for line in loop)
         multiplied = max(loops, key=lambda loop: count(loop, "vfmadd231ps") + count(loop, "fmla"))
-        for loop in (multiplied,) if like == types.float32 else loops:
+        for loop in (multiplied,) if product is tiles else loops:
             on_stack = sum(bool(STACK.search(line)) for line in loop)
             assert 8 * on_stack <= len(loop)
 

@@ -24,6 +24,7 @@ from retrieve_spec.kernels.cpu.vector_code import (
     UNPACKED,
     block_product,
     tile_product,
+    widening,
 )
 from retrieve_spec.kernels.cpu.vector_units import unit_here
 from retrieve_spec.kernels.views import view_f32, view_i8, view_i32, view_u16
@@ -33,7 +34,12 @@ _VECTORS = unit_here()
 BLOCKS = _VECTORS.blocks
 """Numbers of rows that products with packed weights compute together."""
 _MOST, _WIDTH, _PARTS = BLOCKS[-1], _VECTORS.lanes, LANES // _VECTORS.lanes
-_TALLEST, _TALLEST_OF_BFLOAT16, _WIDEST = max(_VECTORS.tiles), max(_VECTORS.bfloat16_tiles), _VECTORS.tiles[1]
+_BOTH_TILES = _VECTORS.tiles, _VECTORS.widened_tiles
+_TALLEST = max(map(max, _BOTH_TILES))
+_TILES = tuple((*tiles, *[max(tiles)] * (_TALLEST - len(tiles))) for tiles in _BOTH_TILES)
+"""Numbers of rows that products with unpacked weights compute together, in their format and in float32."""
+_WIDTHS = tuple(tuple(tiles.get(rows, 0) for rows in range(_TALLEST + 1)) for tiles in _BOTH_TILES)
+"""Numbers of rows of weights of a tile, by its number of rows."""
 FLOATS = torch.int8
 """Type of packed weights whose bytes are numbers of FP8 (e4m3); those of integers are uint8. Scales are 256 times as
 large, so that they are normal numbers of float16."""
@@ -43,8 +49,8 @@ _NEAR = 1 << 18
 """Size of rows in bytes that stay in the L2 cache while unpacked weights are read."""
 _SHARES = 4
 """Most passes over a panel's weights that share prefetching the next panel."""
-_HAS_AMX = _VECTORS.has_amx
-_product, _tile = block_product(_VECTORS), tile_product(_VECTORS)
+_HAS_AMX, _HAS_PAIRS = _VECTORS.has_amx, _VECTORS.add_pairs is not None
+_product, _tile, _widen = block_product(_VECTORS), tile_product(_VECTORS), widening(_VECTORS)
 _interleave, _matrix = amx_interleave(_VECTORS), amx_product(_VECTORS)
 
 
@@ -108,7 +114,7 @@ def multiply_panel(
 ) -> None:  # fmt: skip
     """Compute sixteen outputs of all rows; rows of `out` are `stride` bytes apart, and as many as blocks have.
 
-    With unpacked weights, `q` holds the rows themselves or interleaved blocks, and groups are 64 bytes.
+    With unpacked weights, `q` holds the rows themselves, in float32, or interleaved blocks, and groups are 64 bytes.
     """
     if bits == UNPACKED and _HAS_AMX and is_bfloat16(like):
         _multiply_by_amx(weight + 64 * begin * groups, rows, groups, q, bias, out, stride, like)
@@ -148,26 +154,38 @@ def _multiply_by_amx(weight: int, rows: int, chunks: int, x: int, bias: int, out
 def _multiply_unpacked(
     weight: int, rows: int, chunks: int, x: int, bias: int, out: int, stride: int, like: Any
 ) -> None:
-    """Multiply rows by unpacked weights, as many at a time as stay in the L2 cache.
+    """Multiply rows by unpacked weights: a few of these by as many rows as stay in the L2 cache, then the next few.
 
-    Up to four tiles share prefetching the next weights.
+    Up to four blocks of rows share prefetching the next weights.
     """
-    row_bytes, size, tallest = 64 * chunks, bytes_of(like), _TALLEST_OF_BFLOAT16 if is_bfloat16(like) else _TALLEST
-    tiles = rows // tallest + (rows % tallest == 3)
-    block, width = (tallest, LEAST_TILE) if tiles else (rows, _WIDEST // rows)
-    near = max(_NEAR // row_bytes // block, 1)
-    shares = min(tiles, near)
-    asking = 4 if shares > 3 else 2 if shares > 1 else 1
-    for begin in range(0, rows, near * block):
-        for first in range(0, LANES, width):
-            ours, ahead = weight + first * row_bytes, weight + (first + width) * row_bytes
-            for row in range(begin, min(begin + near * block, rows), block):
-                count, asks = min(rows - row, block), row < asking * block
-                _tile(
-                    like, tallest if count == 3 else count, count - 1, ours, x + row * row_bytes, row_bytes, chunks,
-                    ahead + row // block * width * row_bytes // asking, 64 // asking if asks else 0,
-                    bias + first * size, out + row * stride + first * size, stride,
-                )  # fmt: skip
+    row_bytes, size = 64 * chunks, bytes_of(like)
+    kind = 0 if size == 4 or (_HAS_PAIRS and is_bfloat16(like)) else 1
+    x_bytes, tiles, widths = row_bytes << kind, _TILES[kind], _WIDTHS[kind]
+    blocks = -(-rows // tiles[-1])
+    block = block_of(tiles, -(-rows // blocks))
+    span = LEAST_TILE if blocks > 1 else max(LEAST_TILE, widths[block])
+    near = max(_NEAR // x_bytes // block, 1) * block
+    shares = min(blocks, near // block)
+    shares = 4 if shares > 3 else 2 if shares > 1 else 1
+    for begin in range(0, rows, near):
+        for first in range(0, LANES, span):
+            for row in range(begin, min(begin + near, rows), block):
+                count, share = block_of(tiles, min(rows - row, block)), row // block
+                width = min(widths[count], span)
+                for i in range(first, first + span, width):
+                    ours = weight + i * row_bytes
+                    ahead = ours + span * row_bytes + share * width * row_bytes // shares
+                    _tile(
+                        like, count, min(rows - row, count) - 1, width, ours, x + row * x_bytes, chunks,
+                        ahead if share < shares else ours, 64 // shares if share < shares else 0, bias + i * size,
+                        out + row * stride + i * size, stride,
+                    )  # fmt: skip
+
+
+@inner
+def widen_row(x: int, row: int, chunks: int, out: int, like: Any) -> None:
+    """Convert one of the rows of 64-byte chunks at an address to float32, for products with unpacked weights."""
+    _widen(like, x + 64 * chunks * row, chunks, out + 128 * chunks * row)
 
 
 def bits_of(row_bytes: int, groups: int) -> int:

@@ -36,6 +36,7 @@ from retrieve_spec.kernels.cpu.packed_products import (
     multiply_panel,
     quantise_row,
     unpack,
+    widen_row,
 )
 from retrieve_spec.kernels.cpu.tree_attention import (
     QUERIES,
@@ -69,7 +70,7 @@ class Step(IntEnum):
     """x, bytes, scales, sums, groups, bits."""
     MULTIPLY = 2
     """bytes, scales, sums, groups, bits, number of parts (the steps that follow), panels of all parts; with unpacked
-    weights, rows or interleaved blocks instead of bytes, and groups of 64 bytes."""
+    weights, rows, in their format or in float32, or interleaved blocks instead of bytes, and groups of 64 bytes."""
     NORMALISE = 3
     """x, other, weight, total, out, width, repetitions per row, eps."""
     GATE = 4
@@ -82,14 +83,16 @@ class Step(IntEnum):
     """queries, out, layer, heads, key heads, width of keys, width of values, window, scale, softcap."""
     INTERLEAVE = 8
     """x, interleaved blocks, groups of 64 bytes."""
+    WIDEN = 9
+    """x, float32, groups of 64 bytes."""
 
 
 _PLACES = {
     Step.PART: 3, Step.QUANTISE: 4, Step.MULTIPLY: 3, Step.NORMALISE: 5, Step.GATE: 3, Step.ROTATE: 4, Step.KEEP: 2,
-    Step.ATTEND: 2, Step.INTERLEAVE: 2,
+    Step.ATTEND: 2, Step.INTERLEAVE: 2, Step.WIDEN: 2,
 }  # fmt: skip
 """Number of places among the fields of each kind of step."""
-_PART, _QUANTISE, _MULTIPLY, _NORMALISE, _GATE, _ROTATE, _KEEP, _ATTEND, _INTERLEAVE = (int(step) for step in Step)
+_PART, _QUANTISE, _MULTIPLY, _NORMALISE, _GATE, _ROTATE, _KEEP, _ATTEND, _INTERLEAVE, _WIDEN = map(int, Step)
 ZEROS, NOWHERE = 0, 1
 """Places of 16 zeros, and of a missing operand."""
 
@@ -145,6 +148,8 @@ def _do_row(step: NDArray[np.int64], at: NDArray[np.int64], rows: int, row: int,
             x + begin, other + begin if other else 0, at[step[3]], total + begin if total else 0, at[step[5]] + begin,
             repeats, width, np.float32(eps), like,
         )  # fmt: skip
+    elif kind == _WIDEN:
+        widen_row(x, row, step[3], at[step[2]], like)
     elif kind == _GATE:
         begin = size * step[4] * row
         gate_row(x + begin, at[step[2]] + begin, at[step[3]] + begin, step[4], like)
@@ -374,11 +379,15 @@ class RowProgram:
             rounded = self.place(groups * GROUP, 1), self.place(groups, 4), self.place(groups, 4)
             self.add(Step.QUANTISE, x, *rounded, groups, bits)
             return rounded
-        if not (_HAS_AMX and self._dtype == torch.bfloat16):
-            return x, NOWHERE, NOWHERE
-        interleaved, self._whole = self.place(64 * groups, 1), LANES
-        self.add(Step.INTERLEAVE, x, interleaved, groups)
-        return interleaved, NOWHERE, NOWHERE
+        if self._dtype == torch.bfloat16 and _HAS_AMX:
+            prepared, self._whole = self.place(64 * groups, 1), LANES
+            self.add(Step.INTERLEAVE, x, prepared, groups)
+        elif self._dtype == torch.float32 or (self._dtype == torch.bfloat16 and has_bfloat16_products()):
+            prepared = x
+        else:
+            prepared = self.place(32 * groups, 4)
+            self.add(Step.WIDEN, x, prepared, groups)
+        return prepared, NOWHERE, NOWHERE
 
     def finish(self, given: Sequence[int]) -> Self:
         """Finish the program after its last step; addresses of the `given` places are passed to each run."""

@@ -6,6 +6,8 @@ row's results are bitwise independent of the other rows, since its sums have a f
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Mapping
 from functools import partial, reduce
 from typing import Any
@@ -51,7 +53,7 @@ added to each. With 4 bits, the first four quads are the lower halves of bytes, 
 UNPACKED = 16
 """Number of bits that stands for unpacked weights in the rows' format."""
 LEAST_TILE = 4
-"""Number of rows of unpacked weights that can be multiplied by any number of rows."""
+"""Number of rows of unpacked weights that blocks of any number of rows are multiplied by in turn."""
 FORMATS = {types.float32: Numbers(FLOAT, 4), types.uint16: Numbers(SHORT, 2), types.int16: Numbers(HALF, 2)}
 """Formats by Numba's type of a number (`retrieve_spec.kernels.cpu.number_formats`)."""
 _AHEAD = 16
@@ -203,60 +205,120 @@ def score_block(unit: VectorUnit) -> Any:
     return product
 
 
+def is_widened(unit: VectorUnit, like: Any) -> bool:
+    """Whether products with unpacked weights of a format take rows that `widening` has converted to float32."""
+    return FORMATS[like].size == 2 and not (like == types.uint16 and unit.add_pairs)
+
+
+def tiles_of(unit: VectorUnit, like: Any) -> Mapping[int, int]:
+    """Return how many rows of weights of a format a unit multiplies together, by number of rows."""
+    return unit.widened_tiles if is_widened(unit, like) else unit.tiles
+
+
+def _part_bytes(unit: VectorUnit, like: Any) -> int:
+    """Return the bytes of unpacked weights that are loaded together: a register of words, or of converted float16."""
+    return (2 if FORMATS[like].kind == HALF else 4) * unit.lanes
+
+
+def _load_part(builder: Any, unit: VectorUnit, like: Any, address: Any, at: int) -> list[Any]:
+    """Load a part of a row of unpacked weights: one register, or the first and the second number of each word."""
+    numbers, lanes = FORMATS[like], unit.lanes
+    if numbers.kind == HALF:
+        return [numbers.load(builder, builder.add(address, LONG(at)), lanes)]
+    words = load(builder, address, at, vector(WORD, lanes))
+    return numbers.in_words(builder, words) if numbers.kind == FLOAT or is_widened(unit, like) else [words]
+
+
+def widening(unit: VectorUnit) -> Any:
+    """Return a compiled function that converts a row to float32, in the order in which registers hold weights.
+
+    Its parameters: a number of the format; the address of the row; the number of its 64-byte chunks; the address of the
+    result. It does nothing for formats that products take as they are (`is_widened`).
+    """
+
+    @intrinsic
+    def widen(_context: Any, like: Any, x: Any, chunks: Any, out: Any) -> Any:
+        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            _, x, chunks, out = args
+
+            def convert(chunk: Any, _: list[Any]) -> list[Any]:
+                here, to = (builder.add(start, builder.mul(chunk, LONG(size))) for start, size in ((x, 64), (out, 128)))
+                for first in range(0, 64, _part_bytes(unit, like)):
+                    for i, floats in enumerate(_load_part(builder, unit, like, here, first)):
+                        store(builder, floats, builder.add(to, LONG(2 * first + 4 * unit.lanes * i)), 4)
+                return []
+
+            if is_widened(unit, like):
+                loop(builder, chunks, [], convert)
+            return context.get_dummy_value()
+
+        return types.void(like, *[types.int64] * 3), codegen
+
+    return widen
+
+
 def tile_product(unit: VectorUnit) -> Any:
     """Return a compiled function that multiplies a few rows by a few rows of unpacked weights; lanes have partial sums.
 
-    There are `LEAST_TILE` rows of weights without prefetching, else as many as in the unit's tiles. Its parameters: a
-    number of the format; rows (one of the tiles), and the index of the last row, which takes the place of missing ones;
-    the addresses of the weights and of the first row, and the number of 64-byte chunks per row; the address to
-    prefetch, and the bytes between two prefetches, one per chunk and row of weights (0: no prefetching); the
-    addresses of 16 numbers, of which the first are added, and of the first row's results, and the stride of results in
-    bytes.
+    Its parameters: a number of the format; rows (one of the unit's tiles), and the index of the last row, which takes
+    the place of missing ones; the number of rows of weights, that of the tile or at most `LEAST_TILE`; the addresses of
+    the weights and of the first row (in float32 where `is_widened`); the number of 64-byte chunks per row of weights;
+    the address to prefetch, and the bytes between two prefetches, one per chunk and row of weights; the addresses of 16
+    numbers, of which the first are added, and of the first row's results, and the stride of results in bytes.
     """
     lanes = unit.lanes
 
     @intrinsic
     def product(
-        _context: Any, like: Any, rows: Any, last: Any, weights: Any, x: Any, row_bytes: Any, chunks: Any, ahead: Any,
+        _context: Any, like: Any, rows: Any, last: Any, width: Any, weights: Any, x: Any, chunks: Any, ahead: Any,
         step: Any, bias: Any, out: Any, stride: Any,
     ) -> Any:  # fmt: skip
-        numbers, tiles = FORMATS[like], tiles_of(unit, like)
+        numbers, times = FORMATS[like], 2 if is_widened(unit, like) else 1
         pairs = unit.add_pairs if like == types.uint16 else None
 
-        def parts_of(builder: Any, address: Any, at: int) -> list[Any]:
-            """Return a register of a row, or its numbers as floats."""
-            if numbers.kind == HALF:
-                return [numbers.load(builder, builder.add(address, LONG(at)), lanes)]
-            words = load(builder, address, at, vector(WORD, lanes))
-            return [words] if pairs else numbers.in_words(builder, words)
-
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            _, rows, last, weights, x, row_bytes, chunks, ahead, step, bias, out, stride = args
+            _, rows, last, wanted, weights, x, chunks, ahead, step, bias, out, stride = args
+            row_bytes = builder.mul(chunks, LONG(64))
 
-            def code(count: int, asking: bool) -> None:
-                """Emit the product for a number of rows, with as many rows of weights as registers allow, or four."""
-                width = tiles[count] if asking else LEAST_TILE
+            def code(count: int, width: int) -> None:
+                """Emit the product for a number of rows and of rows of weights."""
                 rows_at, outs_at = (
                     [builder.add(start, builder.mul(each, least(builder, LONG(row), last))) for row in range(count)]
-                    for start, each in ((x, row_bytes), (out, stride))
+                    for start, each in ((x, builder.mul(row_bytes, LONG(times))), (out, stride))
                 )
                 ours = [place(builder, weights, i, row_bytes) for i in range(width)]
 
+                def add_part(chunk: Any, first: int, totals: list[Any]) -> None:
+                    """Add the products of a part of a chunk; of rows and of weights, the fewer stay in registers."""
+
+                    @functools.cache
+                    def part(i: int) -> list[Any]:
+                        return _load_part(
+                            builder, unit, like, builder.add(ours[i], builder.mul(chunk, LONG(64))), first
+                        )
+
+                    @functools.cache
+                    def given(row: int, j: int, kind: Any) -> Any:
+                        here = builder.add(rows_at[row], builder.mul(chunk, LONG(64 * times)))
+                        return load(builder, here, times * first + 4 * lanes * j, kind)
+
+                    terms = range(len(part(0)))
+                    if count > width:
+                        order = itertools.product(terms, range(count), range(width))
+                    else:
+                        order = ((j, row, i) for i, j, row in itertools.product(range(width), terms, range(count)))
+                    for j, row, i in order:
+                        total, term = totals[row * width + i], part(i)[j]
+                        total = (pairs or _add_product)(builder, total, term, given(row, j, term.type))
+                        totals[row * width + i] = total
+
                 def add(chunk: Any, carried: list[Any]) -> list[Any]:
                     asked, *totals = carried
-                    at = builder.mul(chunk, LONG(64))
-                    for _ in range(width if asking else 0):
+                    for _ in range(width):
                         prefetch(builder, asked)
                         asked = builder.add(asked, step)
-                    here, there = ([builder.add(address, at) for address in each] for each in (ours, rows_at))
-                    for first in range(0, 64, 2 * lanes if numbers.kind == HALF else 4 * lanes):
-                        given = [parts_of(builder, address, first) for address in there]
-                        for i, address in enumerate(here):
-                            for j, part in enumerate(parts_of(builder, address, first)):
-                                for row in range(count):
-                                    total = totals[row * width + i]
-                                    total = (pairs or _add_product)(builder, total, part, given[row][j])
-                                    totals[row * width + i] = total
+                    for first in range(0, 64, _part_bytes(unit, like)):
+                        add_part(chunk, first, totals)
                     return [asked, *totals]
 
                 totals = loop(builder, chunks, [ahead, *[zeros(lanes)] * (count * width)], add)[1:]
@@ -273,19 +335,15 @@ def tile_product(unit: VectorUnit) -> Any:
                     row, column = divmod(first, width)
                     store(builder, part, builder.add(outs_at[row], LONG(numbers.size * column)), numbers.size)
 
-            silent = builder.select(builder.icmp_signed("==", step, LONG(0)), LONG(LANES), LONG(0))
-            cases = {count + LANES * (not ask): partial(code, count, ask) for count in tiles for ask in (True, False)}
-            switch(builder, builder.add(rows, silent), cases)
+            tiles = tiles_of(unit, like)
+            cases = {(count, each) for count, most in tiles.items() for each in (most, min(most, LEAST_TILE))}
+            chosen = builder.add(rows, builder.mul(wanted, LONG(LANES)))
+            switch(builder, chosen, {count + LANES * each: partial(code, count, each) for count, each in sorted(cases)})
             return context.get_dummy_value()
 
         return types.void(like, *[types.int64] * 11), codegen
 
     return product
-
-
-def tiles_of(unit: VectorUnit, like: Any) -> Mapping[int, int]:
-    """Return how many rows of weights of a format a unit multiplies together, by number of rows."""
-    return unit.bfloat16_tiles if like == types.uint16 else unit.tiles
 
 
 def _add_product(builder: Any, sums: Any, weights: Any, activations: Any) -> Any:

@@ -55,8 +55,8 @@ class VectorUnit:
         Partial sums of each score in attention: with few rows, additions to a single sum would wait for each other.
     tiles
         Number of rows of weights that products with unpacked weights take, by number of rows they compute together.
-    bfloat16_tiles
-        The same for bfloat16.
+    widened_tiles
+        The same for rows that were converted to float32 (`retrieve_spec.kernels.cpu.vector_code.is_widened`).
     add_pairs
         Adds two products of bfloat16 to each sum by one instruction; None if there is none.
     is_signed
@@ -73,7 +73,7 @@ class VectorUnit:
     attention_blocks: tuple[int, ...] = (1, 2, 3, 4)
     score_sums: int = 1
     tiles: Mapping[int, int] = field(default_factory=lambda: {1: 16, 2: 8, 4: 4})
-    bfloat16_tiles: Mapping[int, int] = field(default_factory=lambda: {1: 16, 2: 8, 4: 4})
+    widened_tiles: Mapping[int, int] = field(default_factory=lambda: {1: 16, 2: 8, 4: 4})
     add_pairs: Callable[..., Any] | None = None
     is_signed: bool = False
     multiplies_by_lane: bool = False
@@ -200,7 +200,8 @@ def portable(lanes: int) -> VectorUnit:
 def units_of(has: Callable[[str], bool], is_x86: bool) -> Iterator[VectorUnit]:
     """The units of a CPU with some of LLVM's features, fastest first."""
     blocks = (1, 2, 3, 4, 6, 8, 9)
-    narrow = {"blocks": blocks, "score_sums": 2, "tiles": {1: 8, 2: 4, 3: 4}, "bfloat16_tiles": {1: 8, 2: 4}}
+    tiles = {"tiles": {1: 8, 2: 4, 3: 4}, "widened_tiles": {1: 8, 2: 4, 4: 2, 5: 2, 6: 2}}
+    narrow = {"blocks": blocks, "score_sums": 2, **tiles}
     if not is_x86:
         if has("dotprod"):
             by_lane = group_by_fours(_add_signed_bytes)
