@@ -5,6 +5,7 @@ It knows tensor operations, not models. Rewrites for 16-bit graphs keep where th
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from retrieve_spec.kernels.attention_inputs import LayerRule
-from retrieve_spec.kernels.cpu import CAN_RUN, layer_rows
+from retrieve_spec.kernels.cpu import CAN_RUN, RowProgram, layer_rows
 from retrieve_spec.recorded.row_segments import PACKED_PRODUCT, fuse_rows
 from retrieve_spec.recorded.tracing import Node, Trace
 
@@ -59,19 +60,19 @@ class CompiledPass:
     Attributes
     ----------
     run
-        Takes the weights, token ids, positions, the attention `(query, keys, values, layer) -> output` and the rows
-        that logits are wanted for.
+        Takes token ids, positions, the attention `(query, keys, values, layer) -> output` and the rows that logits are
+        wanted for; reads the live parameters, buffers and constants.
     run_rows
         The same with a `RowTexts` in place of the attention, on a CPU; None where there is none.
-    weights
-        The live parameters, buffers and constants they read, in order.
+    programs
+        Programs that both run; they read weights where these were when their addresses were read.
     program_share
         Share of the weights of linear layers, but for the last one, that programs over rows multiply by.
     """
 
     run: Callable[..., Any]
     run_rows: Callable[..., Any] | None
-    weights: list[torch.Tensor]
+    programs: list[RowProgram]
     program_share: float
 
 
@@ -100,33 +101,40 @@ def compile_trace(
     sizes = layer_sizes(graph)
     _open_attention(graph)
     _open_rows(graph)
-    run_rows = None
+    run_rows, programs = None, list[RowProgram]()
     if row_kernels is layer_rows and CAN_RUN:
         dtype = next(
             (weight.dtype for weight in weights if weight.dtype in (torch.bfloat16, torch.float16)), torch.float32
         )
         whole = fx.Graph()
         whole.output(whole.graph_copy(graph, {}))
-        if fuse_rows(whole, dtype, rules, exact):
-            run_rows = _function(whole)
-        fuse_rows(graph, dtype)
+        programs, is_whole = fuse_rows(whole, dict(zip(whole.nodes, weights, strict=False)), dtype, rules, exact)
+        run_rows = _function(whole, weights) if is_whole else None
+        others, _ = fuse_rows(graph, dict(zip(graph.nodes, weights, strict=False)), dtype)
+        programs += others
     left = sum(sizes.get(node, 0) for node in graph.nodes if node.target is aten.linear.default)
     by_programs = 1 - left / max(sum(sizes.values()), 1)
     if row_kernels is not None and row_kernels is not layer_rows:
         fuse_linears(graph, row_kernels.add_rms_norm)
-    return CompiledPass(_function(graph), run_rows, weights, by_programs)
+    return CompiledPass(_function(graph, weights), run_rows, programs, by_programs)
 
 
-def _function(graph: fx.Graph) -> Callable[..., Any]:
-    """A rewritten graph as a function."""
+def _function(graph: fx.Graph, weights: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """A rewritten graph as a function of its placeholders after the weights."""
     for node in nodes_of(graph):
         if node.op == "call_function" and node.target in BINDINGS:
             node.target = BINDINGS[node.target]
         elif node.op == "call_function" and node.target is aten.view.default:
             node.op, node.target, node.args = "call_method", "view", (node.args[0], *node.args[1])
     graph.eliminate_dead_code()
+    used = []
+    for node, weight in zip(nodes_of(graph), weights, strict=False):
+        if node.users:
+            used.append(weight)
+        else:
+            graph.erase_node(node)
     graph.lint()
-    return fx.GraphModule({}, graph).forward
+    return functools.partial(fx.GraphModule({}, graph).forward, *used)
 
 
 def layer_sizes(graph: fx.Graph) -> dict[Node, int]:

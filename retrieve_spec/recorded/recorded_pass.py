@@ -272,7 +272,7 @@ class RecordedPass:
             traced = self._trace_kinds(recording, like) if like else self._trace(recording)
         self.rules = recording.log.live_rules()
         self._compiled = compiled = graph_passes.compile_trace(traced, row_kernels, self.rules, exact > 0)
-        self._weights, self.reads_prompts = compiled.weights, compiled.program_share > _MOSTLY
+        self.reads_prompts = compiled.program_share > _MOSTLY
         self.attends_rows = compiled.run_rows is not None
         self._states = [kinds for _, kinds in sorted(recording.log.states.items())]
         self.row_dtype: Any = self._states[0][0][2] if self._states else None
@@ -309,6 +309,11 @@ class RecordedPass:
         finally:
             _log.reset(token)
 
+    def read_addresses(self) -> None:
+        """Read where the weights are, before a generation: they may have moved since the last one began."""
+        for program in self._compiled.programs:
+            program.read_addresses()
+
     def no_states(self) -> list[tuple[torch.Tensor, ...]]:
         """By layer, keys and values of no token: (1, kv_heads, 0, d) each."""
         with torch.inference_mode(False):
@@ -344,7 +349,7 @@ class RecordedPass:
             if self.exact > 1 and not isinstance(attend, RowTexts):
                 return self._run_exactly(input_ids, position_ids, attend, wanted)
             rows = self._compiled.run_rows if isinstance(attend, RowTexts) else None
-            logits, hidden = (rows or self._compiled.run)(*self._weights, input_ids, position_ids, attend, wanted)
+            logits, hidden = (rows or self._compiled.run)(input_ids, position_ids, attend, wanted)
         return logits, hidden
 
     def _run_exactly(
@@ -359,7 +364,7 @@ class RecordedPass:
             return functional.pad(own, (0, 0, 0, 0, 0, more))
 
         ids, positions = functional.pad(input_ids, (0, more)), functional.pad(position_ids, (0, more))
-        logits, hidden = self._compiled.run(*self._weights, ids, positions, attend_own, ALL)
+        logits, hidden = self._compiled.run(ids, positions, attend_own, ALL)
         return logits[:, :rows][:, wanted], hidden[:, :rows]
 
 

@@ -7,7 +7,7 @@ before that operation, and views of its results are taken after it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,13 +43,21 @@ _STEPS = {
 """Operations that programs have a step for, and how many of their leading arguments are rows."""
 
 
-def fuse_rows(graph: fx.Graph, dtype: torch.dtype, rules: Sequence[LayerRule] = (), exact: bool = False) -> bool:
+def fuse_rows(
+    graph: fx.Graph,
+    weights: Mapping[Node, torch.Tensor],
+    dtype: torch.dtype,
+    rules: Sequence[LayerRule] = (),
+    exact: bool = False,
+) -> tuple[list[RowProgram], bool]:
     """Replace a graph's operations on rows by segments.
 
     Parameters
     ----------
     graph
         A graph with its attention open.
+    weights
+        The live tensors that its placeholders stand for.
     dtype
         Of the rows.
     rules
@@ -59,19 +67,21 @@ def fuse_rows(graph: fx.Graph, dtype: torch.dtype, rules: Sequence[LayerRule] = 
 
     Returns
     -------
+    programs
+        Those of the segments.
     whole
         Whether all attention is part of segments.
     """
     rows = next(node for node in graph.nodes if node.name == "position_ids").meta["val"].shape[1]
-    segment = Segment(rows, dtype, rules)
+    segment, programs = Segment(rows, weights, dtype, rules), list[RowProgram]()
     for node in list(graph.nodes):
         if node.op == "output" or (segment.feeds(node) and not segment.take(node)):
-            segment.close(node)
-            segment = Segment(rows, dtype, rules)
+            programs += segment.close(node)
+            segment = Segment(rows, weights, dtype, rules)
         if not segment.feeds(node):
             segment.take(node)
     left = (operator.call, aten.linear.default) if exact else (operator.call,)
-    return not any(node.target in left for node in graph.nodes)
+    return programs, not any(node.target in left for node in graph.nodes)
 
 
 def _shape(node: Node) -> Any:
@@ -96,14 +106,18 @@ class Segment:
     ----------
     rows
         Rows of the pass, as a symbol of the trace.
+    weights
+        The live tensors that placeholders stand for.
     dtype
         Of these.
     rules
         By layer, what its attention does, where segments may include it.
     """
 
-    def __init__(self, rows: Any, dtype: torch.dtype, rules: Sequence[LayerRule]) -> None:
-        self._rows, self._dtype, self._rules = str(rows), dtype, rules
+    def __init__(
+        self, rows: Any, weights: Mapping[Node, torch.Tensor], dtype: torch.dtype, rules: Sequence[LayerRule]
+    ) -> None:
+        self._rows, self._weights, self._dtype, self._rules = str(rows), weights, dtype, rules
         self._nodes: dict[Node, None] = {}  # in order
         self._steps: list[Node] = []
 
@@ -189,14 +203,18 @@ class Segment:
         views = [user for user in node.users if user.target in _VIEWS and user in self._nodes]
         return any(user not in self._nodes for user in node.users) or any(map(self._is_needed, views))
 
-    def close(self, following: Node) -> None:
-        """Run the program before the next node."""
+    def close(self, following: Node) -> list[RowProgram]:
+        """Run the program, which is returned, before the next node; there is none without products."""
         if not self._products():
-            return
+            return []
         graph = following.graph
         results = [node for node in self._nodes if node.target not in _VIEWS and node.target not in _PAIRS]
         outputs = [node for node in results if self._is_needed(node)]
-        inputs, function = self._compile(outputs)
+        program, inputs = self._compile(outputs)
+        shapes = [
+            (_row_width(node),) if _is_transposed(node) else tuple(map(int, _shape(node)[2:])) for node in outputs
+        ]
+        function = program.over(_row_width(inputs[0]), shapes)
         attention = next((step.args[0] for step in self._steps if step.target is operator.call), None)
         with graph.inserting_before(following):
             call = graph.call_function(function, (attention, *inputs))
@@ -212,15 +230,19 @@ class Segment:
         for node in self._nodes:
             if node.users:
                 following.prepend(node)
+        return [program]
 
-    def _compile(self, outputs: Sequence[Node]) -> tuple[list[Node], Callable[..., list[torch.Tensor]]]:
-        """Return the nodes whose tensors the program takes, rows first, and the function that runs it."""
+    def _compile(self, outputs: Sequence[Node]) -> tuple[RowProgram, list[Node]]:
+        """Return the program, and the nodes whose tensors it takes, rows first."""
         program, places, inputs = RowProgram(self._dtype), dict[Node, int](), list[Node]()
 
         def given(node: Node) -> int:
             """Return the place of a tensor."""
             base = self._base(node)
-            if base not in places:
+            weight = self._weights.get(base)
+            if base not in places and weight is not None and weight.is_contiguous():
+                places[base] = program.weight(weight)
+            elif base not in places:
                 inputs.append(base)
                 places[base] = program.place()
             return places[base]
@@ -269,11 +291,7 @@ class Segment:
                 other, total = (given(more[0]), result(step, whole, 0)) if more else (NOWHERE, NOWHERE)
                 out = result(step, whole, 1 if more else None)
                 program.add(Step.NORMALISE, given(x), other, given(weight), total, out, width, whole // width, eps)
-        program.finish([places[node] for node in (*inputs, *outputs)])
-        shapes = [
-            (_row_width(node),) if _is_transposed(node) else tuple(map(int, _shape(node)[2:])) for node in outputs
-        ]
-        return inputs, program.over(_row_width(inputs[0]), shapes)
+        return program.finish([places[node] for node in (*inputs, *outputs)]), inputs
 
 
 def _bias(product: Node, given: Callable[[Node], int]) -> int:

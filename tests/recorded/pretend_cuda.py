@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -431,16 +432,15 @@ def moved_recording(recorded: Any, index: int = 0) -> Any:
     device = torch.device("cuda", index)
     moved: dict[int, torch.Tensor] = {}
     copied = copy.copy(recorded)
-    copied._weights = [
-        moved.setdefault(id(w), w if isinstance(w, CudaTensor) else w.detach().to(device)) for w in recorded._weights
-    ]
+    run = recorded._compiled.run
+    weights = [moved.setdefault(id(w), w if isinstance(w, CudaTensor) else w.detach().to(device)) for w in run.args]
     copied.device = device
     copied.rules = [
         rule if rule.sinks is None else replace(rule, sinks=rule.sinks.detach().to(device)) for rule in recorded.rules
     ]
-    module = copy.deepcopy(recorded._compiled.run.__self__)
+    module = copy.deepcopy(run.func.__self__)
     for node in module.graph.nodes:
         node.args, node.kwargs = tree_map(lambda a: device if a == HOST else a, (node.args, node.kwargs))
     module.recompile()
-    copied._compiled = replace(recorded._compiled, run=module.forward)
+    copied._compiled = replace(recorded._compiled, run=functools.partial(module.forward, *weights))
     return copied

@@ -155,8 +155,9 @@ def test_graphs_whose_memory_is_spent_leave_passes_eager(
 def test_a_recording_stays_on_its_models_device(family: str, dtype: torch.dtype) -> None:
     """Constants and intermediate results are made where the model is; `meta` is a device like any other to export."""
     recorded = RecordedPass(build(family, dtype).to("meta"), 2)
-    values = [node.meta.get("val") for node in recorded._compiled.run.__self__.graph.nodes]  # type: ignore[attr-defined]
-    tensors = [value for value in (*values, *recorded._weights) if isinstance(value, torch.Tensor)]
+    run: Any = recorded._compiled.run
+    values = [node.meta.get("val") for node in run.func.__self__.graph.nodes]
+    tensors = [value for value in (*values, *run.args) if isinstance(value, torch.Tensor)]
     assert len(tensors) > 20
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 

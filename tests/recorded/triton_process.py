@@ -129,7 +129,7 @@ def run_pass(model, row_kernels, *kept):
         return found.reshape(1, 4, 11, -1).transpose(1, 2)
 
     logits = recorded.run(torch.arange(3, 14)[None], positions, attend, *kept)[0].float()
-    called = [node.target for node in recorded._compiled.run.__self__.graph.nodes if node.op == "call_function"]
+    called = [node.target for node in recorded._compiled.run.func.__self__.graph.nodes if node.op == "call_function"]
     return logits, called
 """
 """Recorded passes of small models by kernels of rows."""

@@ -328,7 +328,8 @@ class RowTexts:
 class RowProgram:
     """A program over any number of rows.
 
-    Steps refer to addresses by places. Some addresses are given to each run; the others are those of temporary buffers.
+    Steps refer to addresses by places. Some addresses are given to each run, others are those of weights, and of
+    temporary buffers.
 
     Parameters
     ----------
@@ -341,6 +342,8 @@ class RowProgram:
         self._steps: list[tuple[int, ...]] = []
         self._row_bytes: list[int] = [0, 0]  # of buffers, by place
         self._given: list[int] = []
+        self._weights: dict[int, torch.Tensor] = {}
+        self._addresses = np.empty(0, np.int64)
         self._zeros = np.zeros(2 * LANES, np.float32)
         self._prepared: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._plan = self._numbers = np.empty(0, np.int64)
@@ -355,6 +358,16 @@ class RowProgram:
         row_bytes = width * (bytes_each or self._size)
         self._row_bytes.append(-(-row_bytes // 64) * 64)
         return len(self._row_bytes) - 1
+
+    def weight(self, tensor: torch.Tensor) -> int:
+        """Return a new place, of a contiguous tensor whose address `read_addresses` reads."""
+        place = self.place()
+        self._weights[place] = tensor
+        return place
+
+    def read_addresses(self) -> None:
+        """Read the addresses of weights, before runs with weights that may have moved: a run reads none."""
+        self._addresses = np.array([tensor.data_ptr() for tensor in self._weights.values()], np.int64)
 
     def add(self, kind: Step, *fields: float) -> None:
         """Append a step; floats are stored as the bits of a float64."""
@@ -397,6 +410,8 @@ class RowProgram:
         self._plan, offsets = np.array(self._steps, np.int64), self._lay_out()
         header = [0, self._plan.ctypes.data, len(self._steps), *[0] * (_HEADER - 3), *[0] * (2 * len(self._steps))]
         self._numbers = np.array([*header, *offsets], np.int64)
+        self._held = np.array(list(self._weights), np.int64)
+        self.read_addresses()
         return self
 
     def _lay_out(self) -> list[int]:
@@ -420,7 +435,7 @@ class RowProgram:
         return offsets
 
     def over(self, width: int, shapes: Sequence[tuple[int, ...]]) -> Callable[..., list[torch.Tensor]]:
-        """Return the program as a function of texts and tensors; the first tensor has rows of `width` numbers.
+        """Return the program as a function of texts and the given tensors; the first has rows of `width` numbers.
 
         It returns tensors (1, rows, …) of the given shapes, whose places are the last ones given.
         """
@@ -451,6 +466,7 @@ class RowProgram:
         at += begin
         at[ZEROS] = self._zeros.ctypes.data
         at[self._given] = 0, *addresses
+        at[self._held] = self._addresses
         run_in_threads(_in_c(self._dtype), numbers, threads)
 
 
