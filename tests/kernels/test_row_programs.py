@@ -36,6 +36,7 @@ from retrieve_spec.kernels.cpu.vector_code import (
     block_product,
     score_block,
     tile_product,
+    transposing,
     widening,
 )
 from retrieve_spec.kernels.cpu.vector_units import VectorUnit, portable
@@ -177,7 +178,8 @@ EVERY_UNIT = pytest.mark.parametrize("unit", UNITS, ids=[f"{i}-{unit.lanes}" for
 @functools.cache
 def multiplying(unit: VectorUnit) -> tuple[Any, Any, Any, Any]:
     """Products by packed weights, by keys and by unpacked weights, and conversion, compiled once for a unit."""
-    product, score, tile, widen = block_product(unit), score_block(unit), tile_product(unit), widening(unit)
+    product, score, turn = block_product(unit), score_block(unit), transposing(unit)
+    tile, widen = tile_product(unit), widening(unit)
 
     @njit
     def multiply(
@@ -188,9 +190,11 @@ def multiplying(unit: VectorUnit) -> tuple[Any, Any, Any, Any]:
 
     @njit
     def multiply_keys(
-        like: Any, rows: int, keys: int, row_bytes: int, x: int, chunks: int, out: int, stride: int
-    ) -> None:
-        score(like, rows, keys, row_bytes, x, chunks, out, stride)
+        like: Any, rows: int, keys: int, row_bytes: int, chunks: int, turned: int, x: int, x_chunks: int, out: int,
+        stride: int,
+    ) -> None:  # fmt: skip
+        turn(like, keys, row_bytes, chunks, turned)
+        score(like, rows, turned, x, x_chunks, out, stride)
 
     @njit
     def multiply_unpacked(
@@ -265,12 +269,11 @@ def test_rows_are_multiplied_as_they_lie(dtype: torch.dtype, unit: VectorUnit) -
         x = torch.randn(rows, 96).to(dtype)
         wanted = x.double() @ weight.double().T
         chunks, scores = 96 * size // 64, torch.empty(rows, 16)
-        laid = x.to(asked).view(rows, chunks, -1).transpose(0, 1).contiguous()
-        for first in range(0, 16, unit.lanes):
-            multiply_keys(
-                LIKE[dtype], rows, weight[first:].data_ptr(), 96 * size, laid.data_ptr(), chunks,
-                scores[:, first:].data_ptr(), 64,
-            )  # fmt: skip
+        asks, turned = x.to(asked), torch.empty(96, 16)
+        multiply_keys(
+            LIKE[dtype], rows, weight.data_ptr(), 96 * size, chunks, turned.data_ptr(), asks.data_ptr(),
+            96 * asks.itemsize // 64, scores.data_ptr(), 64,
+        )  # fmt: skip
         torch.testing.assert_close(scores.double(), wanted, **CLOSE[torch.float32])
         prepared = torch.empty(rows, 96) if is_widened else x
         for row in range(rows if is_widened else 0):

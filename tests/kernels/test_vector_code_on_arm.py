@@ -24,6 +24,7 @@ from retrieve_spec.kernels.cpu.vector_code import (
     mix_block,
     score_block,
     tile_product,
+    transposing,
     widening,
 )
 
@@ -116,12 +117,9 @@ def test_rows_are_multiplied_as_they_lie(run: Run, cpu: str, like: Any) -> None:
         )  # fmt: skip
     torch.testing.assert_close(out.double(), wanted + bias, rtol=2**-7, atol=1e-3)
     given = x if unit.add_pairs and dtype == torch.bfloat16 else x.float()
-    laid = given.view(4, size, -1).transpose(0, 1).contiguous()
-    for first in range(0, 16, unit.lanes):
-        run(
-            score_block, like, 4, Address(weight, 64 * size * first), 64 * size, Address(laid), size,
-            Address(scores, 4 * first), 64,
-        )  # fmt: skip
+    turned = torch.zeros(64, 16)
+    run(transposing, like, Address(weight), 64 * size, size, Address(turned))
+    run(score_block, like, 4, Address(turned), Address(given), given.itemsize, Address(scores), 64)
     torch.testing.assert_close(scores.double(), wanted, rtol=1e-4, atol=1e-4)
 
 

@@ -453,7 +453,7 @@ class RowProgram:
     def run(self, rows: int, addresses: Sequence[int], texts: RowTexts | None = None) -> None:
         """Run the program over a number of rows, given the addresses of contiguous rows and of weights."""
         room, threads, numbers = -(-padded(rows) // self._whole) * self._whole, threads_of_torch(), self._numbers.copy()
-        scratch = 0 if texts is None else 4 * QUERIES * (2 * self._widest + texts.longest + LANES)
+        scratch = 0 if texts is None else 4 * QUERIES * (3 * self._widest + texts.longest + LANES)
         scratch = -(-scratch // 64) * 64
         arena = torch.empty(room * self._arena_bytes + threads * scratch, dtype=torch.uint8)
         begin = arena.data_ptr()

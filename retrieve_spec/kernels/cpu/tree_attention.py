@@ -17,7 +17,7 @@ from retrieve_spec.kernels.compiled_code import inlined, inner
 from retrieve_spec.kernels.cpu.layer_rows import exp
 from retrieve_spec.kernels.cpu.number_formats import bytes_of, is_bfloat16, narrow, view_numbers, wide
 from retrieve_spec.kernels.cpu.packed_products import block_of
-from retrieve_spec.kernels.cpu.vector_code import LANES, mix_block, score_block
+from retrieve_spec.kernels.cpu.vector_code import LANES, mix_block, score_block, transposing
 from retrieve_spec.kernels.cpu.vector_units import unit_here
 from retrieve_spec.kernels.views import view_f32, view_i64, view_u8
 
@@ -26,7 +26,7 @@ TEXT_FIELDS = 5
 its (layers, 4) int64 caches (addresses of keys and values (heads, capacity, width), capacity, number of earlier rows),
 and of its rows' (rows,) int64 positions relative to the first."""
 QUERIES = 16
-"""Queries computed together. For each, a thread needs scratch for `LANES` numbers of four bytes, two vectors of a
+"""Queries computed together. For each, a thread needs scratch for `LANES` numbers of four bytes, three vectors of a
 head's width, and a number per row of its text, including those of the pass."""
 _UNIT = np.float32(1 << 40)
 """Shares are added in units of the inverse of this number."""
@@ -35,8 +35,8 @@ _BASE = np.float64(3 << 11)
 _BASE_BITS = np.int64(_BASE.view(np.int64))
 _VECTORS = unit_here()
 _BLOCKS = _VECTORS.attention_blocks
-_MOST, _WIDTH, _HAS_PAIRS = _BLOCKS[-1], _VECTORS.lanes, _VECTORS.add_pairs is not None
-_score, _mix = score_block(_VECTORS), mix_block(_VECTORS)
+_MOST, _HAS_PAIRS = _BLOCKS[-1], _VECTORS.add_pairs is not None
+_transpose, _score, _mix = transposing(_VECTORS), score_block(_VECTORS), mix_block(_VECTORS)
 
 
 @inner
@@ -63,19 +63,14 @@ def _copy(of: int, to: int, count: int, like: Any) -> None:
 
 
 @inner
-def _copy_query(of: int, to: int, chunks: int, apart: int, like: Any) -> None:
-    """Copy a query in chunks that correspond to 64 bytes of a key: as bfloat16 if the unit multiplies pairs of these,
-    else as float32."""
-    size = bytes_of(like)
-    numbers = 64 // size
-    for chunk in range(chunks):
-        at, here = of + 64 * chunk, to + apart * chunk
-        if _HAS_PAIRS and is_bfloat16(like):
-            _copy(at, here, numbers, like)
-        else:
-            given, laid = view_numbers(at, numbers, like), view_f32(here, numbers)
-            for i in range(numbers):
-                laid[i] = wide(given[i])
+def _copy_query(of: int, to: int, width: int, like: Any) -> None:
+    """Copy a query: as bfloat16 if the unit multiplies pairs of these, else as float32."""
+    if _HAS_PAIRS and is_bfloat16(like):
+        _copy(of, to, width, like)
+    else:
+        given, laid = view_numbers(of, width, like), view_f32(to, width)
+        for i in range(width):
+            laid[i] = wide(given[i])
 
 
 @inlined
@@ -172,21 +167,18 @@ def attend_part(
         start = min(max(held + least - window + 1, 0), held) // LANES * LANES
         whole = held if held + most < window else start
     stride = -(-last // LANES) * LANES
-    chunks, query_bytes = size * d // 64, size * d if _HAS_PAIRS and is_bfloat16(like) else 4 * d
-    asks, mixed = scratch, scratch + 4 * QUERIES * d
-    scores = mixed + 4 * QUERIES * dv
-    for first_query in range(0, count, _MOST):
-        block, laid = block_of(_BLOCKS, count - first_query), asks + query_bytes * first_query
-        for q in range(first_query, min(first_query + block, count)):
-            head = (first + (begin + q) // groups) * heads + h * groups + (begin + q) % groups
-            chunk_bytes = query_bytes // chunks
-            _copy_query(
-                queries + size * head * d, laid + chunk_bytes * (q - first_query), chunks, chunk_bytes * block, like
-            )
-        for j in range(start, last, _WIDTH):  # values after the last row are read but not used
+    query_bytes = size * d if _HAS_PAIRS and is_bfloat16(like) else 4 * d
+    asks, mixed, turned = scratch, scratch + 4 * QUERIES * d, scratch + 4 * QUERIES * (d + dv)
+    scores = turned + 4 * LANES * d
+    for q in range(count):
+        head = (first + (begin + q) // groups) * heads + h * groups + (begin + q) % groups
+        _copy_query(queries + size * head * d, asks + query_bytes * q, d, like)
+    for j in range(start, last, LANES):  # keys after the last row are read but not used
+        _transpose(like, keys + size * d * j, size * d, size * d // 64, turned)
+        for first_query in range(0, count, _MOST):
             _score(
-                like, block, keys + size * d * j, size * d, laid, chunks, scores + 4 * (stride * first_query + j),
-                4 * stride,
+                like, block_of(_BLOCKS, count - first_query), turned, asks + query_bytes * first_query,
+                query_bytes // 64, scores + 4 * (stride * first_query + j), 4 * stride,
             )  # fmt: skip
     for q in range(count):
         row, own = (begin + q) // groups, view_f32(scores + 4 * q * stride, last)

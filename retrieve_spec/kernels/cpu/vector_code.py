@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 from numba import types
@@ -144,63 +144,93 @@ def block_product(unit: VectorUnit) -> Any:
     return product
 
 
-def score_block(unit: VectorUnit) -> Any:
-    """Return a compiled function that computes float32 scores of a block of rows, for a key per lane.
+def _terms(unit: VectorUnit, like: Any) -> int:
+    """Return the numbers of a key that are multiplied one at a time per 32-bit word: none if pairs are multiplied."""
+    return 1 if FORMATS[like].size == 4 or not is_widened(unit, like) else 2
 
-    Its parameters: a number of the format; rows (one of the unit's attention blocks); the address of the first key, and
-    the stride of keys in bytes; the address of the block's rows, (chunks, rows, `query_bytes` of a chunk); the number
-    of 64-byte chunks per key; the address of the first row's results, and the stride of results in bytes.
+
+def transposing(unit: VectorUnit) -> Any:
+    """Return a compiled function that transposes 16 keys, for scores with a key per lane.
+
+    Its parameters: a number of the format; the address of the first key, and the stride of keys in bytes; the number of
+    64-byte chunks per key; the address of the result: (numbers, 16) float32, or words where pairs are multiplied.
     """
-    lanes, sums = unit.lanes, unit.score_sums
+    lanes = unit.lanes
 
     @intrinsic
-    def product(
-        _context: Any, like: Any, rows: Any, keys: Any, row_bytes: Any, x: Any, chunks: Any, out: Any, stride: Any
-    ) -> Any:
-        pairs = unit.add_pairs if like == types.uint16 else None
-        numbers = FORMATS[like]
-        terms = 1 if pairs or numbers.size == 4 else 2
-        """Numbers of a row per word of a key."""
-
-        def add(builder: Any, keys: Any, row_bytes: Any, x: Any, totals: list[Any]) -> list[Any]:
-            """Add a square of words of keys to the sums of each row."""
-            words = []
-            for key in range(lanes):
-                address = place(builder, keys, key, row_bytes)
-                prefetch(builder, place(builder, address, _AHEAD, row_bytes))
-                words.append(load(builder, address, 0, vector(WORD, lanes)))
-            for i, word in enumerate(transposed(builder, words)):
-                for j, term in enumerate([word] if pairs else numbers.in_words(builder, word)):
-                    at = terms * i + j
-                    for row, first in enumerate(range(0, len(totals), sums)):
-                        row_at = builder.add(x, LONG(64 * terms * row))
-                        given, mine = unit.word(builder, row_at, at, WORD if pairs else FLOAT), first + at % sums
-                        totals[mine] = (pairs or _add_product)(builder, totals[mine], term, given)
-            return totals
+    def transpose(_context: Any, like: Any, keys: Any, row_bytes: Any, chunks: Any, out: Any) -> Any:
+        terms = _terms(unit, like)
 
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            _, rows, keys, row_bytes, x, chunks, out, stride = args
+            _, keys, row_bytes, chunks, out = args
+
+            def lay_out(chunk: Any, _: list[Any]) -> list[Any]:
+                here = builder.add(keys, builder.mul(chunk, LONG(64)))
+                to = builder.add(out, builder.mul(chunk, LONG(64 * LANES * terms)))
+                for key in range(LANES):
+                    prefetch(builder, place(builder, here, key + _AHEAD, row_bytes))
+                for first, part in itertools.product(range(0, LANES, lanes), range(0, LANES, lanes)):
+                    rows = [place(builder, here, first + key, row_bytes) for key in range(lanes)]
+                    words = [load(builder, row, 4 * part, vector(WORD, lanes)) for row in rows]
+                    for i, word in enumerate(transposed(builder, words)):
+                        for j, term in enumerate([word] if terms == 1 else FORMATS[like].in_words(builder, word)):
+                            at = 4 * LANES * (terms * (part + i) + j) + 4 * first
+                            store(builder, term, builder.add(to, LONG(at)), 4)
+                return []
+
+            loop(builder, chunks, [], lay_out)
+            return context.get_dummy_value()
+
+        return types.void(like, *[types.int64] * 4), codegen
+
+    return transpose
+
+
+def score_block(unit: VectorUnit) -> Any:
+    """Return a compiled function that computes float32 scores of a block of rows and 16 transposed keys.
+
+    Its parameters: a number of the format; rows (one of the unit's attention blocks); the address of the keys; the
+    address of the rows, of float32 or of pairs, and their number of 64-byte chunks; the address of the first row's
+    results, and the stride of results in bytes.
+    """
+    lanes = unit.lanes
+
+    @intrinsic
+    def product(_context: Any, like: Any, rows: Any, keys: Any, x: Any, chunks: Any, out: Any, stride: Any) -> Any:
+        pairs = unit.add_pairs if like == types.uint16 else None
+        kind = vector(WORD if pairs else FLOAT, lanes)
+
+        def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            _, rows, keys, x, chunks, out, stride = args
+            x_bytes = builder.mul(chunks, LONG(64))
 
             def code(count: int) -> None:
                 """Emit the scores of a number of rows."""
+                starts = [place(builder, x, row, x_bytes) for row in range(count)]
+                parts = range(0, LANES, lanes)
 
-                def add_chunk(chunk: Any, totals: list[Any]) -> list[Any]:
-                    here = builder.add(keys, builder.mul(chunk, LONG(64)))
-                    x_here = builder.add(x, builder.mul(chunk, LONG(64 * terms * count)))
-                    for first in range(0, LANES, lanes):
-                        part = builder.add(x_here, LONG(4 * terms * first))
-                        totals = add(builder, builder.add(here, LONG(4 * first)), row_bytes, part, list(totals))
+                def add(chunk: Any, totals: list[Any]) -> list[Any]:
+                    totals = list(totals)
+                    here = [builder.add(start, builder.mul(chunk, LONG(64))) for start in starts]
+                    keys_here = builder.add(keys, builder.mul(chunk, LONG(64 * LANES)))
+                    for i in range(16):
+                        terms = [load(builder, keys_here, 4 * (LANES * i + part), kind) for part in parts]
+                        for row, address in enumerate(here):
+                            given = unit.word(builder, address, i, kind.element)
+                            for j, term in enumerate(terms):
+                                at = row * len(terms) + j
+                                totals[at] = (pairs or _add_product)(builder, totals[at], term, given)
                     return totals
 
-                totals = loop(builder, chunks, [zeros(lanes)] * (count * sums), add_chunk)
-                for row in range(count):
-                    score = reduce(builder.fadd, totals[sums * row : sums * (row + 1)])
-                    store(builder, score, place(builder, out, row, stride), 4)
+                totals = loop(builder, chunks, [zeros(lanes)] * (count * len(parts)), add)
+                for i, total in enumerate(totals):
+                    row, part = divmod(i, len(parts))
+                    store(builder, total, builder.add(place(builder, out, row, stride), LONG(4 * parts[part])), 4)
 
             switch(builder, rows, {count: partial(code, count) for count in unit.attention_blocks})
             return context.get_dummy_value()
 
-        return types.void(like, *[types.int64] * 7), codegen
+        return types.void(like, *[types.int64] * 6), codegen
 
     return product
 

@@ -51,8 +51,6 @@ class VectorUnit:
         memory.
     attention_blocks
         The same for attention, which uses all of its sums all the time.
-    score_sums
-        Partial sums of each score in attention: with few rows, additions to a single sum would wait for each other.
     tiles
         Number of rows of weights that products with unpacked weights take, by number of rows they compute together.
     widened_tiles
@@ -71,7 +69,6 @@ class VectorUnit:
     add_group: AddGroup
     blocks: tuple[int, ...] = (1, 2, 3, 4)
     attention_blocks: tuple[int, ...] = (1, 2, 3, 4)
-    score_sums: int = 1
     tiles: Mapping[int, int] = field(default_factory=lambda: {1: 16, 2: 8, 4: 4})
     widened_tiles: Mapping[int, int] = field(default_factory=lambda: {1: 16, 2: 8, 4: 4})
     add_pairs: Callable[..., Any] | None = None
@@ -201,7 +198,7 @@ def units_of(has: Callable[[str], bool], is_x86: bool) -> Iterator[VectorUnit]:
     """The units of a CPU with some of LLVM's features, fastest first."""
     blocks = (1, 2, 3, 4, 6, 8, 9)
     tiles = {"tiles": {1: 8, 2: 4, 3: 4}, "widened_tiles": {1: 8, 2: 4, 4: 2, 5: 2, 6: 2}}
-    narrow = {"blocks": blocks, "score_sums": 2, **tiles}
+    narrow = {"blocks": blocks, "attention_blocks": (1, 2, 3, 4, 6), **tiles}
     if not is_x86:
         if has("dotprod"):
             by_lane = group_by_fours(_add_signed_bytes)
