@@ -61,6 +61,10 @@ def test_tables_of_tokens_are_read_by_rows() -> None:
     got = packed(ids)
     assert got.shape == (2, 2, 64) and got.dtype == torch.bfloat16
     assert torch.equal(got, unpack(packed.weight, 64)[ids].to(torch.bfloat16))
+    assert packed(ids[:, :0]).shape == (2, 0, 64)
+    for wrong in (-1, 64):  # the table has 50 rows and is filled up to 64
+        with pytest.raises(IndexError, match="token ids below 64"):
+            packed(torch.tensor([[3, wrong]]))
     assert (got.float() - weight[ids]).abs().le(0.6 * steps(weight, 8)[ids] + 0.01 * weight[ids].abs()).all()
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inlined, inner
+from retrieve_spec.kernels.compiled_code import inlined, inner, kernel
 from retrieve_spec.kernels.cpu.amx_code import MOST_BLOCKS, TILE_BYTES, amx_interleave, amx_product
-from retrieve_spec.kernels.cpu.number_formats import bytes_of, is_bfloat16, wide
+from retrieve_spec.kernels.cpu.number_formats import bytes_of, is_bfloat16, narrow, wide
 from retrieve_spec.kernels.cpu.vector_code import (
     GROUP,
     GROUP_BYTES,
@@ -27,7 +27,7 @@ from retrieve_spec.kernels.cpu.vector_code import (
     widening,
 )
 from retrieve_spec.kernels.cpu.vector_units import unit_here
-from retrieve_spec.kernels.views import view_f32, view_i8, view_i32, view_u16
+from retrieve_spec.kernels.views import view_f32, view_i8, view_i16, view_i32, view_u8, view_u16
 
 _GROUP_BYTES_4, _GROUP_BYTES_8 = GROUP_BYTES[4], GROUP_BYTES[8]
 _VECTORS = unit_here()
@@ -191,6 +191,20 @@ def widen_row(x: int, row: int, chunks: int, out: int, like: Any) -> None:
 def bits_of(row_bytes: int, groups: int) -> int:
     """Return the bits of a weight by the bytes and groups of its packed rows."""
     return 4 if row_bytes * LANES == groups * GROUP_BYTES[4] else 8
+
+
+@kernel
+def unpack_rows(ids: NDArray[np.int64], weight: int, groups: int, out: NDArray[np.uint16]) -> None:
+    """Unpack some rows of a weight of 8 bits at an address to (rows, 32 · groups) bfloat16."""
+    for row in range(len(ids)):
+        place = ids[row] % LANES
+        panel = weight + ids[row] // LANES * groups * _GROUP_BYTES_8
+        for group in range(groups):
+            at = panel + group * _GROUP_BYTES_8
+            levels, scale = view_u8(at, GROUP * LANES), wide(view_i16(at + GROUP * LANES + 2 * place, 1)[0])
+            for i in range(GROUP):
+                level = np.float32(levels[4 * (i // 4 * LANES + place) + i % 4])
+                out[row, GROUP * group + i] = narrow((level - np.float32(128.0)) * scale, np.uint16(0))
 
 
 def unpack(weight: torch.Tensor, columns: int) -> torch.Tensor:

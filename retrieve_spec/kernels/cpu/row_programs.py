@@ -36,6 +36,7 @@ from retrieve_spec.kernels.cpu.packed_products import (
     multiply_panel,
     quantise_row,
     unpack,
+    unpack_rows,
     widen_row,
 )
 from retrieve_spec.kernels.cpu.tree_attention import (
@@ -45,7 +46,7 @@ from retrieve_spec.kernels.cpu.tree_attention import (
     attend_part,
     attention_parts,
 )
-from retrieve_spec.kernels.cpu.vector_code import GROUP, LANES, UNPACKED
+from retrieve_spec.kernels.cpu.vector_code import GROUP, GROUP_BYTES, LANES, UNPACKED
 from retrieve_spec.kernels.cpu.vector_units import UNITS, has_bfloat16_products, unit_here
 from retrieve_spec.kernels.views import take_ticket, tickets_taken, view_i64, view_i64_rows
 from retrieve_spec.openmp import libgomp_of
@@ -541,3 +542,24 @@ def _packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 @torch.library.register_fake("retrieve_spec::packed_product")
 def _packed_product_shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], len(weight)))
+
+
+torch.library.define("retrieve_spec::packed_rows", "(Tensor ids, Tensor weight) -> Tensor")
+
+
+@torch.library.impl("retrieve_spec::packed_rows", "cpu")
+def _packed_rows(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Unpack rows of a weight of 8 bits to bfloat16."""
+    numbers, out = ids.numpy(), _packed_rows_shape(ids, weight)
+    if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(weight):
+        raise IndexError(f"expected token ids below {len(weight)}, got {numbers.min()} to {numbers.max()}")
+    unpack_rows(
+        numbers.reshape(-1), weight.data_ptr(), out.shape[-1] // GROUP, out.view(torch.uint16).flatten(0, -2).numpy()
+    )
+    return out
+
+
+@torch.library.register_fake("retrieve_spec::packed_rows")
+def _packed_rows_shape(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    columns = weight.shape[1] * LANES // GROUP_BYTES[8] * GROUP
+    return ids.new_empty((*ids.shape, columns), dtype=torch.bfloat16)
