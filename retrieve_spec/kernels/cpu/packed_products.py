@@ -23,11 +23,12 @@ from retrieve_spec.kernels.cpu.vector_code import (
     LEAST_TILE,
     UNPACKED,
     block_product,
+    quantising,
     tile_product,
     widening,
 )
 from retrieve_spec.kernels.cpu.vector_units import unit_here
-from retrieve_spec.kernels.views import view_f32, view_i8, view_i16, view_i32, view_u8, view_u16
+from retrieve_spec.kernels.views import view_f32, view_i16, view_i32, view_u8
 
 _GROUP_BYTES_4, _GROUP_BYTES_8 = GROUP_BYTES[4], GROUP_BYTES[8]
 _VECTORS = unit_here()
@@ -51,6 +52,7 @@ _SHARES = 4
 """Most passes over a panel's weights that share prefetching the next panel."""
 _HAS_AMX, _HAS_PAIRS = _VECTORS.has_amx, _VECTORS.add_pairs is not None
 _product, _tile, _widen = block_product(_VECTORS), tile_product(_VECTORS), widening(_VECTORS)
+_quantise = quantising()
 _interleave, _matrix = amx_interleave(_VECTORS), amx_product(_VECTORS)
 
 
@@ -64,40 +66,26 @@ def block_of(blocks: tuple[int, ...], rows: int) -> int:
 
 
 @inner
-def quantise_row(x: int, bits: int, row: int, rows: int, groups: int, q: int, scales: int, sums: int) -> None:
-    """Quantise one of `rows` rows to bytes.
+def quantise_groups(
+    x: int, bits: int, rows: int, groups: int, begin: int, end: int, q: int, scales: int, sums: int
+) -> None:  # fmt: skip
+    """Quantise groups `begin` to `end` of all rows to bytes.
 
-    At addresses: the row; bytes, scales and sums of all rows, block by block, each (groups, rows). With 4 bits, sums
+    At addresses: the rows; bytes, scales and sums of all rows, block by block, each (groups, rows). With 4 bits, sums
     are scaled and float32; with 8 bits, where 128 was added to weights, they are int32 and multiplied by -128.
     """
-    first = row // _MOST * _MOST
-    block = block_of(BLOCKS, rows - first)
-    for group in range(groups):
-        place = first * groups + group * block + row - first
-        scale, whole = _quantise_group(view_u16(x + 2 * GROUP * group, GROUP), view_i8(q + GROUP * place, GROUP))
-        view_f32(scales + 4 * place, 1)[0] = scale
-        if bits == 4:
-            view_f32(sums + 4 * place, 1)[0] = scale * np.float32(whole)
-        else:
-            view_i32(sums + 4 * place, 1)[0] = -128 * whole
-
-
-@inner
-def _quantise_group(given: NDArray[np.uint16], rounded: NDArray[np.int8]) -> tuple[np.float32, np.int32]:
-    """Quantise 32 numbers to bytes; return the scale, and the sum of the bytes."""
-    largest = np.uint16(0)
-    for i in range(GROUP):
-        largest = np.uint16(
-            max(largest, np.uint16(given[i] & np.uint16(0x7FFF)))
-        )  # bits without the sign, of which NaN's are the largest
-    top = wide(largest)
-    factor = np.float32(127.0) / top if largest else np.float32(0.0)
-    whole = np.int32(0)
-    for i in range(GROUP):
-        byte = np.int8(np.rint(wide(given[i]) * factor))
-        rounded[i] = byte
-        whole += np.int32(byte)
-    return top / np.float32(127.0), whole
+    for row in range(rows):
+        first = row // _MOST * _MOST
+        block = block_of(BLOCKS, rows - first)
+        for group in range(begin, end):
+            place = first * groups + group * block + row - first
+            top, whole = _quantise(x + 2 * GROUP * (groups * row + group), q + GROUP * place)
+            scale = top / np.float32(127.0)
+            view_f32(scales + 4 * place, 1)[0] = scale
+            if bits == 4:
+                view_f32(sums + 4 * place, 1)[0] = scale * np.float32(whole)
+            else:
+                view_i32(sums + 4 * place, 1)[0] = -128 * whole
 
 
 @inner

@@ -34,7 +34,7 @@ from retrieve_spec.kernels.cpu.packed_products import (
     bits_of,
     interleave_block,
     multiply_panel,
-    quantise_row,
+    quantise_groups,
     unpack,
     unpack_rows,
     widen_row,
@@ -137,11 +137,7 @@ def _do_panel(
 def _do_row(step: NDArray[np.int64], at: NDArray[np.int64], rows: int, row: int, like: Any) -> None:
     """Compute one row of any other step."""
     kind, x, size = step[0], at[step[1]], bytes_of(like)
-    if kind == _QUANTISE:
-        groups, bits = step[5], step[6]
-        begin = x + size * GROUP * groups * row
-        quantise_row(begin, bits, row, rows, groups, at[step[2]], at[step[3]], at[step[4]])
-    elif kind == _NORMALISE:
+    if kind == _NORMALISE:
         width, repeats, eps = step[6], step[7], step[8:].view(np.float64)[0]
         begin = size * width * repeats * row
         other, total = at[step[2]], at[step[4]]
@@ -183,6 +179,9 @@ def _run(address: int, like: Any) -> None:
         if step[0] == _MULTIPLY:
             each = max(step[7] // (_PARTS * threads), 1)
             units = -(-step[7] // each)
+        elif step[0] == _QUANTISE:  # in parts of all rows, which are in the same cache lines
+            each = -(-step[5] // threads)
+            units = -(-step[5] // each)
         elif step[0] == _ATTEND:
             units = attention_parts(by_text, step[4], step[5])
         elif step[0] == _INTERLEAVE:
@@ -194,6 +193,11 @@ def _run(address: int, like: Any) -> None:
             if step[0] == _MULTIPLY:
                 for panel in range(unit * each, min((unit + 1) * each, step[7])):
                     _do_panel(step, parts, at, rows, panel, like)
+            elif step[0] == _QUANTISE:
+                quantise_groups(
+                    at[step[1]], step[6], rows, step[5], unit * each, min((unit + 1) * each, step[5]),
+                    at[step[2]], at[step[3]], at[step[4]],
+                )  # fmt: skip
             elif step[0] == _ATTEND:
                 scale, softcap = step[9:].view(np.float64)
                 attend_part(

@@ -22,6 +22,7 @@ from retrieve_spec.kernels.cpu.vector_ir import (
     LONG,
     SHORT,
     WORD,
+    call,
     constant,
     lane_sums,
     lanes_of,
@@ -58,6 +59,34 @@ FORMATS = {types.float32: Numbers(FLOAT, 4), types.uint16: Numbers(SHORT, 2), ty
 """Formats by Numba's type of a number (`retrieve_spec.kernels.cpu.number_formats`)."""
 _AHEAD = 16
 """Prefetch distance in keys or values."""
+
+
+def quantising() -> Any:
+    """Return a compiled function that quantises 32 bfloat16 numbers at an address to bytes at another.
+
+    It returns the largest magnitude, and the sum of the bytes. The compiler would unroll a loop over so few numbers,
+    and not vectorise its maximum.
+    """
+
+    @intrinsic
+    def quantise(_context: Any, x: Any, out: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            given = load(builder, args[0], 0, vector(SHORT, GROUP), 2)
+            magnitudes = builder.and_(given, constant(given.type, 0x7FFF))  # of which NaN's are the largest
+            largest = call(builder, f"llvm.vector.reduce.umax.v{GROUP}i16", SHORT, magnitudes)
+            top = builder.bitcast(builder.shl(builder.zext(largest, WORD), WORD(16)), FLOAT)
+            is_zero = builder.icmp_unsigned("==", largest, SHORT(0))
+            factor = builder.select(is_zero, FLOAT(0.0), builder.fdiv(FLOAT(127.0), top))
+            scaled = builder.fmul(FORMATS[types.uint16].widened(builder, given), splat(builder, factor, GROUP))
+            rounded = call(builder, f"llvm.rint.v{GROUP}f32", scaled.type, scaled)
+            whole = builder.fptosi(rounded, vector(WORD, GROUP))
+            store(builder, builder.trunc(whole, vector(BYTE, GROUP)), args[1], 1)
+            total = call(builder, f"llvm.vector.reduce.add.v{GROUP}i32", WORD, whole)
+            return context.make_tuple(builder, signature.return_type, (top, total))
+
+        return types.Tuple((types.float32, types.int32))(x, out), codegen  # type: ignore[no-untyped-call]
+
+    return quantise
 
 
 def block_product(unit: VectorUnit) -> Any:
