@@ -346,7 +346,8 @@ def forward_together(
     recorded = verifiers[0].recorded
     with on_device(recorded.device):
         logits, hidden, ran = run_pass(recorded, laid, parts, wanted, verifiers[0].graphs)
-        if recorded.device.type == "cpu" and any(map(len, trees)) and bool(logits[:, 0].isnan().any()):
+        spreads = recorded.device.type == "cpu" and not recorded.attends_rows
+        if spreads and any(map(len, trees)) and bool(logits[:, 0].isnan().any()):
             # A drafted row overflowed, and torch's attention spreads infinities to rows that do not see it.
             alone = [verifier.attend_by_rows for verifier in verifiers]
             logits, hidden, ran = run_pass(recorded, laid, alone, wanted, None)
