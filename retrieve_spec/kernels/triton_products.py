@@ -17,7 +17,7 @@ import triton.language as tl
 from torch.nn.functional import linear
 
 from retrieve_spec.kernels.cpu import FLOATS, GROUP, bits_of
-from retrieve_spec.kernels.triton_rows import add_rms_norm, overlap, take_turn
+from retrieve_spec.kernels.triton_rows import add_rms_norm, gate, gated, overlap, rotate_both, take_turn, turned
 
 BLOCKS = (16, 64, 128)
 """Most rows of a program; with more rows, torch's products are faster, and packed weights use several programs."""
@@ -26,16 +26,18 @@ LAYERS = 3
 STEP = 64
 """A layer's inputs are a multiple of this, or of `GROUP` if its weights are packed."""
 _MAX_SPLITS = 4
+_TURNED = 32
+"""Most sums per thread of a program that rotates them; angles need registers, too."""
 _LARGE = 16 << 20
 """Smallest size of weights in bytes that keeps all of a GPU's processors busy with large blocks."""
 
 
 @triton.jit
 def _unpacked(  # type: ignore[no-untyped-def]
-    weight, panel, panels, group, groups, BITS: tl.constexpr, FLOATS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, KIND: tl.constexpr,
+    low_weight, low_panel, high_weight, high_panel, panels, group, groups, BITS: tl.constexpr, FLOATS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Unpack (BLOCK_N, BLOCK_K) of a packed weight, from a panel of 16 outputs and a group of 32 inputs on.
+    """Unpack (BLOCK_N, BLOCK_K) of packed weights, each half from a panel of 16 outputs on, and a group of 32 inputs.
 
     A thread reads 16 bytes: the weights of four outputs and of four inputs (4 bits: two times four). Outputs and inputs
     are permuted so that these are the thread's part of a tensor core's operand, and threads exchange nothing.
@@ -50,7 +52,9 @@ def _unpacked(  # type: ignore[no-untyped-def]
     row = tl.arange(0, 8)[None, None, :, None, None]  # of an operand's eight, by four threads
     thread = tl.arange(0, 4)[None, None, None, :, None]
     word = tl.arange(0, 4)[None, None, None, None, :]
-    pairs = weight + tl.minimum(panel + 2 * pair + row // 4, panels - 1) * (groups * WORDS)
+    is_low = pair < PAIRS // 2
+    panel = tl.where(is_low, low_panel, high_panel - PAIRS) + 2 * pair + row // 4
+    pairs = tl.where(is_low, low_weight, high_weight) + tl.minimum(panel, panels - 1) * (groups * WORDS)
     words = tl.load(pairs + (group + half // HALVES) * WORDS + half % HALVES * 64 + thread * 16 + row % 4 * 4 + word)
     scales = pairs + (group + tl.arange(0, GROUPS)[:, None, None, None, None]) * WORDS + 16 * BITS
     scales += row % 4 * 2 + tl.arange(0, 2)[None, None, None, None, :] + 0 * thread  # the same in four threads
@@ -121,65 +125,114 @@ def _linears(  # type: ignore[no-untyped-def]
     rows,
     inputs,
     share,  # inputs that one of the splits adds up
+    cos,  # (rows, 2 * HALF), read where HALF > 0
+    sin,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BIASED: tl.constexpr,
     BITS: tl.constexpr,
     FLOATS: tl.constexpr,
+    GATED: tl.constexpr,  # the first layer's outputs, gated, times the second's are written to out_0
+    HALF: tl.constexpr,  # half the width of heads, which are rotated in the first two layers; 0: not
     OVERLAP: tl.constexpr = False,
 ):
+    PART: tl.constexpr = BLOCK_N // 2  # outputs of each half of a block; an epilogue combines the halves
     take_turn(OVERLAP)
     block = tl.program_id(0)
     split = tl.program_id(1)
     first = tl.program_id(2).to(tl.int64) * BLOCK_M
-    second = tl.cdiv(outputs_0, BLOCK_N)
+    second = tl.cdiv(outputs_0, PART if GATED else BLOCK_N)
     third = second + tl.cdiv(outputs_1, BLOCK_N)
     weight = weight_0
     bias = bias_0
     out = out_0
     outputs = outputs_0
-    if block >= third:
-        block -= third
-        weight = weight_2
-        bias = bias_2
-        out = out_2
-        outputs = outputs_2
-    elif block >= second:
-        block -= second
-        weight = weight_1
-        bias = bias_1
-        out = out_1
-        outputs = outputs_1
-    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    turns = HALF > 0
+    if not GATED:
+        if block >= third:
+            block -= third
+            weight = weight_2
+            bias = bias_2
+            out = out_2
+            outputs = outputs_2
+            turns = False
+        elif block >= second:
+            block -= second
+            weight = weight_1
+            bias = bias_1
+            out = out_1
+            outputs = outputs_1
+    low = block * BLOCK_N  # first output of each half
+    high = low + PART
+    high_weight = weight
+    high_bias = bias
+    if GATED:
+        low = block * PART
+        high = low
+        high_weight = weight_1
+        high_bias = bias_1
+    elif HALF > 0:
+        in_head = low % (2 * HALF) // 2
+        low -= in_head
+        high = low + HALF
+    i = tl.arange(0, BLOCK_N)
+    is_low = i < PART
+    n = low + i
+    if GATED or HALF > 0:
+        n = tl.where(is_low, low, high - PART) + i
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     given = x + first * inputs + m[:, None] * inputs + k[None, :]
     there = m < rows - first
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if BITS == 16:
-        weights = weight + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * inputs + k[None, :]
+        weights = tl.where(is_low, weight, high_weight)[:, None] if GATED else weight
+        weights += tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * inputs + k[None, :]
     for at in range(split * share, tl.minimum((split + 1) * share, inputs), BLOCK_K):
         some = tl.load(given + at, there[:, None], 0.0)  # masked, so that programs do not all read the same row
         if BITS == 16:
             total = tl.dot(tl.load(weights + at, eviction_policy="evict_first"), tl.trans(some), total)
         else:
             unpacked = _unpacked(
-                weight, block * (BLOCK_N // 16), outputs // 16, at // 32, inputs // 32, BITS, FLOATS, BLOCK_N,
-                BLOCK_K, x.dtype.element_ty,
+                weight, low // 16, high_weight, high // 16, outputs // 16, at // 32, inputs // 32, BITS, FLOATS,
+                BLOCK_N, BLOCK_K, x.dtype.element_ty,
             )  # fmt: skip
             total = tl.dot(unpacked, _ordered_inputs(some, BLOCK_M, BLOCK_K), total)
     if BITS < 16:
         total = _ordered_outputs(total, BLOCK_N, BLOCK_M)
-    inside = (n < outputs)[:, None] & there[None, :]
     if BIASED:
-        total += tl.load(bias + n, n < outputs, 0.0).to(tl.float32)[:, None]
-    to = out + (split * rows + first) * outputs + m[None, :] * outputs + n[:, None]
-    tl.store(to, total.to(out.dtype.element_ty), inside)
+        biases = tl.where(is_low, bias, high_bias) if GATED else bias
+        total += tl.load(biases + n, n < outputs, 0.0).to(tl.float32)[:, None]
+    rounded = total.to(out.dtype.element_ty)
+    to = out + (split * rows + first) * outputs + m[None, :] * outputs
+    if GATED or HALF > 0:
+        lows, highs = tl.split(tl.permute(tl.reshape(rounded, (2, PART, BLOCK_M)), (1, 2, 0)))
+        part = tl.arange(0, PART)
+        inside = (low + part < outputs)[:, None] & there[None, :]
+        to += (low + part)[:, None]
+        if GATED:
+            tl.store(to, gated(lows, highs), inside)
+        else:
+            if turns:
+                angle = (first + m)[None, :] * 2 * HALF + (low % (2 * HALF) + part)[:, None]
+                lows, highs = turned(
+                    lows, highs, tl.load(cos + angle, inside, 0.0), tl.load(cos + angle + HALF, inside, 0.0),
+                    tl.load(sin + angle, inside, 0.0), tl.load(sin + angle + HALF, inside, 0.0),
+                )  # fmt: skip
+            tl.store(to, lows, inside)
+            tl.store(to + HALF, highs, inside)
+    else:
+        tl.store(to + n[:, None], rounded, (n < outputs)[:, None] & there[None, :])
 
 
 def linears(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    *,
+    is_gated: bool = False,
+    angles: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Compute up to `LAYERS` linear layers of one input, in one launch if there are few rows.
 
@@ -191,18 +244,39 @@ def linears(
         By layer, (outputs, inputs), contiguous; or all of them packed in the same format.
     biases
         By layer, (outputs,): all of them or none.
+    is_gated
+        Return only `gate` of the results of two layers.
+    angles
+        (1, 1, rows, d) cosines and sines, by which heads, d wide, of the first two layers are rotated (`rotate_both`).
 
     Returns
     -------
     tuple
         By layer, (1, rows, outputs).
     """
-    rows = x.shape[1]
+    rows, sizes = x.shape[1], [len(weight) for weight in weights]
+    half = 0 if angles is None else angles[0].shape[-1] // 2
     if rows > BLOCKS[-1] and not _is_packed(weights[0]):
-        return tuple(linear(x, *layer) for layer in zip(weights, biases, strict=True))
-    outs = [torch.empty((1, rows, len(weight)), dtype=x.dtype, device=x.device) for weight in weights]
-    _multiply(x, weights, biases, outs)
+        return _combined([linear(x, *layer) for layer in zip(weights, biases, strict=True)], is_gated, angles)
+    tiles = _tiles(rows, x.shape[2], weights, _limits(x.device)[1])
+    sums = tiles["BLOCK_M"] * tiles["BLOCK_N"] // (32 * tiles["num_warps"])
+    if half % (tiles["BLOCK_N"] // 2) or (half and sums > _TURNED):
+        return _combined(linears(x, weights, biases), is_gated, angles)
+    outs = [torch.empty((1, rows, n), dtype=x.dtype, device=x.device) for n in sizes[: 1 if is_gated else None]]
+    _multiply(x, weights, biases, outs, is_gated, angles)
     return tuple(outs)
+
+
+def _combined(
+    outs: Sequence[torch.Tensor], is_gated: bool, angles: tuple[torch.Tensor, torch.Tensor] | None
+) -> tuple[torch.Tensor, ...]:
+    """Gate or rotate results of linear layers in a launch of its own."""
+    if is_gated:
+        return (gate(*outs),)
+    if angles is None:
+        return tuple(outs)
+    queries, keys = (out.view(1, out.shape[1], -1, angles[0].shape[-1]).transpose(1, 2) for out in outs[:2])
+    return (*(each.transpose(1, 2).flatten(2) for each in rotate_both(queries, keys, *angles)), *outs[2:])
 
 
 def linear_add_rms_norm(
@@ -247,18 +321,25 @@ def _multiply(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     outs: Sequence[torch.Tensor],
+    is_gated: bool = False,
+    angles: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Launch the product, which writes (splits, rows, outputs) for each layer to `outs`."""
     rows, inputs = x.shape[-2:]
     splits, packed = len(outs[0]), _is_packed(weights[0])
+    cos, sin = (x, x) if angles is None else (each.contiguous() for each in angles)
     added = [bias.contiguous() for bias in biases if bias is not None]
     tiles, step = _tiles(rows, inputs, weights, _limits(x.device)[1]), _step(inputs, packed)
     outputs = [len(weight) for weight in weights] + [0] * (LAYERS - len(weights))
     read = [weight.view(-1).view(torch.int32) for weight in weights] if packed else weights
     blocks = sum(triton.cdiv(n, tiles["BLOCK_N"]) for n in outputs)
+    if is_gated:
+        blocks = triton.cdiv(outputs[0], tiles["BLOCK_N"] // 2)
     _linears[(blocks, splits, triton.cdiv(rows, tiles["BLOCK_M"]))](
         x.contiguous(), *_all(read), *_all(added or weights), *_all(outs), *outputs, rows, inputs,
-        triton.cdiv(inputs // step, splits) * step, BIASED=bool(added), **tiles, **overlap(x.device, rows),
+        triton.cdiv(inputs // step, splits) * step, cos, sin, BIASED=bool(added), GATED=is_gated,
+        HALF=0 if angles is None else cos.shape[-1] // 2, enable_fp_fusion=angles is None, **tiles,
+        **overlap(x.device, rows),
     )  # fmt: skip
 
 

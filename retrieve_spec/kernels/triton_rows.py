@@ -37,6 +37,29 @@ def take_turn(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def gated(gate, up):  # type: ignore[no-untyped-def]
+    """Return `silu(gate) · up`, rounded after each of the two."""
+    wide = gate.to(tl.float32)
+    open_ = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    return (open_ * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def turned(low, high, low_cos, high_cos, low_sin, high_sin):  # type: ignore[no-untyped-def]
+    """Return the rotated halves of a head, whose products and sum are rounded.
+
+    A kernel that calls this is compiled without fused multiply-add, which would omit a rounding.
+    """
+    dtype = low.dtype
+    low_side = (low.to(tl.float32) * low_cos.to(tl.float32)).to(dtype)
+    high_side = (high.to(tl.float32) * high_cos.to(tl.float32)).to(dtype)
+    from_high = (-high.to(tl.float32) * low_sin.to(tl.float32)).to(dtype)
+    from_low = (low.to(tl.float32) * high_sin.to(tl.float32)).to(dtype)
+    low = (low_side.to(tl.float32) + from_high.to(tl.float32)).to(dtype)
+    return low, (high_side.to(tl.float32) + from_low.to(tl.float32)).to(dtype)
+
+
 @triton.jit(do_not_specialize=["x_stride", "other_stride"])
 def _rms_norm(  # type: ignore[no-untyped-def]
     x,  # (rows, D), stride given
@@ -104,24 +127,20 @@ def _rotate(  # type: ignore[no-untyped-def]
     at = x + head.to(tl.int64) * head_stride + row * row_stride
     low, high = tl.load(at + d, inside, 0.0), tl.load(at + HALF + d, inside, 0.0)
     angle = row * 2 * HALF + d
-    dtype = low.dtype
-    low_cos = (low.to(tl.float32) * tl.load(cos + angle, inside, 0.0).to(tl.float32)).to(dtype)
-    high_cos = (high.to(tl.float32) * tl.load(cos + angle + HALF, inside, 0.0).to(tl.float32)).to(dtype)
-    low_sin = (-high.to(tl.float32) * tl.load(sin + angle, inside, 0.0).to(tl.float32)).to(dtype)
-    high_sin = (low.to(tl.float32) * tl.load(sin + angle + HALF, inside, 0.0).to(tl.float32)).to(dtype)
+    low, high = turned(
+        low, high, tl.load(cos + angle, inside, 0.0), tl.load(cos + angle + HALF, inside, 0.0),
+        tl.load(sin + angle, inside, 0.0), tl.load(sin + angle + HALF, inside, 0.0),
+    )  # fmt: skip
     target = out + (row * heads + head) * 2 * HALF + d
-    tl.store(target, (low_cos.to(tl.float32) + low_sin.to(tl.float32)).to(dtype), inside)
-    tl.store(target + HALF, (high_cos.to(tl.float32) + high_sin.to(tl.float32)).to(dtype), inside)
+    tl.store(target, low, inside)
+    tl.store(target + HALF, high, inside)
 
 
 @triton.jit(do_not_specialize=["size"])
 def _gate(gate, up, out, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False):  # type: ignore[no-untyped-def]
     take_turn(OVERLAP)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    given = tl.load(gate + i, i < size, 0.0)
-    wide = given.to(tl.float32)
-    open_ = (wide / (1.0 + tl.exp(-wide))).to(given.dtype).to(tl.float32)
-    tl.store(out + i, (open_ * tl.load(up + i, i < size, 0.0).to(tl.float32)).to(given.dtype), i < size)
+    tl.store(out + i, gated(tl.load(gate + i, i < size, 0.0), tl.load(up + i, i < size, 0.0)), i < size)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -172,7 +191,7 @@ def rotate_both(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply rotary embedding by halves (Su et al., 2021) to queries and keys, in one launch.
 
-    Each product and the sum are rounded as in torch; fused multiply-add would omit a rounding.
+    Each product and the sum are rounded as in torch.
 
     Parameters
     ----------

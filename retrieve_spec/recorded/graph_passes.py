@@ -6,6 +6,7 @@ It knows tensor operations, not models. Rewrites for 16-bit graphs keep where th
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def compile_trace(
     left = sum(sizes.get(node, 0) for node in graph.nodes if node.target is aten.linear.default)
     by_programs = 1 - left / max(sum(sizes.values()), 1)
     if row_kernels is not None and row_kernels is not layer_rows:
-        fuse_linears(graph, row_kernels.add_rms_norm)
+        fuse_linears(graph, row_kernels)
     return CompiledPass(_function(graph, weights), run_rows, programs, by_programs)
 
 
@@ -384,12 +385,14 @@ def _fuse_sums(graph: fx.Graph, kernels: Any) -> None:
             _take(graph, both, (total, norm))
 
 
-def fuse_linears(graph: fx.Graph, add_rms_norm: Callable[..., Any]) -> None:
-    """Fuse linear layers of one 16-bit input into one launch, also with the normalisation of a sum after them."""
+def fuse_linears(graph: fx.Graph, kernels: Any) -> None:
+    """Fuse linear layers of one 16-bit input into one launch with the gate or the rotation of their results, and others
+    with the normalisation of a sum after them.
+    """
     from retrieve_spec.kernels import triton_products
 
     for norm in nodes_of(graph):
-        if not is_call(norm, add_rms_norm):
+        if not is_call(norm, kernels.add_rms_norm):
             continue
         for layer, other in (norm.args[:2], norm.args[1::-1]):
             if _is_served(layer, triton_products.STEP) and _bias(layer) is None and len(layer.users) == 1:
@@ -410,6 +413,58 @@ def fuse_linears(graph: fx.Graph, add_rms_norm: Callable[..., Any]) -> None:
             with graph.inserting_before(group[0]):
                 _take(graph, graph.call_function(triton_products.linears, (x, weights, biases)), group)
     graph.eliminate_dead_code()
+    for node in nodes_of(graph):
+        if is_call(node, kernels.gate):
+            _gate_linears(node, triton_products.linears)
+        elif is_call(node, kernels.rotate_both):
+            _rotate_linears(node, triton_products.linears)
+    graph.eliminate_dead_code()
+
+
+def _gate_linears(gate: Node, linears: Callable[..., Any]) -> None:
+    """Gate the results of two linear layers in the launch that computes them."""
+    layers = {_only_used(out, i) for i, out in enumerate(gate.args)}
+    call = layers.pop()
+    if not layers and is_call(call, linears) and len(call.args[1]) == 2:
+        call.kwargs = {"is_gated": True}
+        gate.replace_all_uses_with(gate.args[0])
+        gate.graph.erase_node(gate)
+
+
+def _rotate_linears(rotation: Node, linears: Callable[..., Any]) -> None:
+    """Rotate queries and keys, the first two results of some linear layers, in the launch that computes them."""
+    *heads, cos, sin = rotation.args
+    layers = {_product_of_heads(each, i) for i, each in enumerate(heads)}
+    call, width = layers.pop(), value(cos).shape[-1]
+    if layers or not is_call(call, linears) or any(value(each).shape[-1] != width for each in heads):
+        return
+    if any(len(value(out)[0, 0]) % width for out in call.users):
+        return
+    before = list(itertools.takewhile(lambda node: node is not call, rotation.graph.nodes))
+    for angles in (cos, sin):
+        if angles not in before and all(needed in before for needed in angles.all_input_nodes):
+            call.prepend(angles)
+        elif angles not in before:
+            return
+    call.kwargs = {"angles": (cos, sin)}
+    for rotated in list(rotation.users):
+        rotated.replace_all_uses_with(heads[rotated.args[1]])
+
+
+def _product_of_heads(heads: Node, number: int) -> Node:
+    """Return the call whose result of a number, (1, rows, heads · d), is only used by heads; else None."""
+    if not (is_call(heads, aten.transpose.int) and heads.args[1:] == (1, 2) and len(heads.users) == 1):
+        return None
+    view = heads.args[0]
+    if view.target not in (aten.view.default, aten.reshape.default) or len(view.users) > 1 or value(view).ndim != 4:
+        return None
+    return _only_used(view.args[0], number) if value(view.args[0]).ndim == 3 else None
+
+
+def _only_used(result: Node, number: int) -> Node:
+    """Return the call of which a node is the result of a number, where it is used once; else None."""
+    is_it = is_call(result, operator.getitem) and result.args[1] == number and len(result.users) == 1
+    return result.args[0] if is_it else None
 
 
 def _is_served(node: Node, step: int) -> bool:

@@ -108,6 +108,42 @@ print("same")
 """
 )
 
+EPILOGUES = (
+    IN_ORDER
+    + """
+import itertools
+import torch
+from retrieve_spec.kernels.triton_products import linears
+from retrieve_spec.kernels.triton_rows import gate, rotate_both
+from retrieve_spec.quantized import pack
+
+def heads_of(product, width):
+    return product.unflatten(2, (-1, width)).transpose(1, 2)
+
+torch.manual_seed(0)
+kind = torch.float16
+FORMATS = (None, (4, False), (8, True))  # unpacked; bits, and whether they are floats
+for form, (rows, inputs, outputs, width) in itertools.product(
+    FORMATS, ((1, 64, 192, 64), (7, 64, 192, 64), (17, 128, 128, 128), (3, 64, 144, 48), (130, 64, 64, 64))
+):
+    x = torch.randn(1, rows, inputs).to(kind)
+    weights = [torch.randn(n, inputs).to(kind) for n in (outputs, outputs, width)]
+    weights = [weight if form is None else pack(weight, *form) for weight in weights]
+    biases = [torch.randn(n).to(kind) if rows > 1 else None for n in (outputs, outputs, width)]
+    apart = linears(x, weights, biases)
+    both = linears(x, weights[:2], biases[:2], is_gated=True)
+    assert len(both) == 1 and torch.equal(both[0], gate(*apart[:2])), (form, rows, "gate")
+    angles = [torch.randn(1, 1, rows, width).to(kind) for _ in range(2)]
+    turned = linears(x, weights, biases, angles=angles)
+    wanted = rotate_both(*(heads_of(each, width) for each in apart[:2]), *angles)
+    for got, each in zip(turned, wanted):
+        assert torch.equal(heads_of(got, width), each), (form, rows, width, "rotation")
+    assert torch.equal(turned[2], apart[2])
+print("same")
+"""
+)
+"""What is done to the results of layers gives the same bits in their launch as in its own."""
+
 SMALL = (
     PASSES
     + """
@@ -125,9 +161,11 @@ def built(family, dtype):
             torch.nn.init.normal_(parameter)
     return model
 
-def all_are_fused(called):
+def all_are_fused(family, called):
     # by layer: queries with keys and values, gates with what they open, two whose sums are normalised; and the head
-    return called.count(products.linears) == 5 and called.count(products.linear_add_rms_norm) == 4
+    assert called.count(products.linears) == 5 and called.count(products.linear_add_rms_norm) == 4
+    assert kernels.gate not in called
+    assert called.count(kernels.rotate_both) == (2 if family == "qwen3" else 0)  # its heads are normalised before
 
 torch.manual_seed(0)
 """
@@ -142,7 +180,7 @@ for family in ("qwen2", "qwen3"):
     (plain, _), (ours, called) = (run_pass(model, by, slice(3, None)) for by in (None, kernels))
     assert plain.shape == (1, 8, 99)
     assert (plain - ours).abs().max() <= 0.01 * plain.std(), (plain - ours).abs().max()
-    assert all_are_fused(called), family
+    all_are_fused(family, called)
     assert torch.nn.functional.linear not in called
 print("same")
 """
@@ -167,7 +205,7 @@ for family, form in (("llama", {"bits": 4}), ("qwen2", {"bits": 8}), ("llama", {
     assert wanted.shape == ours.shape == (1, 11, 99)
     assert torch.equal(wanted.argmax(-1), ours.argmax(-1)), "the same text"
     assert (wanted - ours).abs().max() <= 0.1 * wanted.std()
-    assert all_are_fused(called), family
+    all_are_fused(family, called)
     assert torch.ops.retrieve_spec.packed_product.default not in called
 print("same")
 """
@@ -179,25 +217,33 @@ COMPILED = (
 import itertools
 from retrieve_spec.kernels.triton_products import _linears
 
-names = ["x"] + [f"{name}_{i}" for name in ("weight", "bias", "out") for i in range(3)]
+names = ["x", "cos", "sin"] + [f"{name}_{i}" for name in ("weight", "bias", "out") for i in range(3)]
+aligned = [*names, "outputs_0", "outputs_1", "outputs_2", "inputs", "share"]
+PLAIN, GATE, TURN = ({"GATED": gated, "HALF": half} for gated, half in ((False, 0), (True, 0), (False, 32)))
+
+def product(architecture, rows, outputs, inputs, warps, stages, types, **constants):
+    constants |= {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": inputs, "BIASED": False}
+    return made(_linears, types, constants, architecture, aligned, num_warps=warps, num_stages=stages,
+                enable_fp_fusion=not constants["HALF"])
+
 for architecture, shared in ((80, 163), (90, 227)):
-    for rows, outputs, stages in ((16, 64, 5), (64, 64, 4), (128, 64, 4), (16, 16, 5), (64, 16, 4)):
-        out = "bf16" if outputs == 64 else "fp32"
+    for rows, outputs, stages, epilogue in (
+        (16, 64, 5, GATE), (64, 64, 4, TURN), (128, 64, 4, GATE), (16, 16, 5, TURN), (64, 16, 4, PLAIN),
+    ):
+        out = "bf16" if epilogue is not PLAIN else "fp32"
         types = dict.fromkeys(names, "*bf16") | dict.fromkeys(names[-3:], f"*{out}")
-        constants = {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": 128, "BIASED": False, "BITS": 16, "FLOATS": False}
-        aligned = [*names, "outputs_0", "outputs_1", "outputs_2", "inputs", "share"]
-        done = made(_linears, types, constants, architecture, aligned, num_warps=4, num_stages=stages)
+        done = product(architecture, rows, outputs, 128, 4, stages, types, BITS=16, FLOATS=False, **epilogue)
         assert done.metadata.shared <= shared << 10, done.metadata.shared
-        assert "cp.async.cg.shared.global" in done.asm["ptx"], "weights are read ahead"
-        if architecture == 90 and outputs == 64:
-            assert "wgmma" in done.asm["ptx"]
-types |= dict.fromkeys(names[1:4], "*i32")
+        assert registers(done) <= 190
+        assert re.search(r"cp.async.cg.shared.global .*, 0x10,", done.asm["ptx"]), "weights are read ahead"
+        if architecture == 90:
+            assert outputs < 64 or "wgmma" in done.asm["ptx"]
+            assert epilogue is not TURN or "fma.rn.bf16" not in done.asm["ptx"], "products are rounded before the sum"
+types = dict.fromkeys(names, "*bf16") | {f"weight_{i}": "*i32" for i in range(3)}
 forms = ((4, False), (8, False), (8, True))
-packed = itertools.product((80, 89, 90), forms, ((16, 64, 64), (64, 128, 32)))
-for architecture, (bits, floats), (rows, outputs, inputs) in packed:
-    constants = {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": inputs, "BIASED": False, "BITS": bits}
-    constants["FLOATS"] = floats
-    done = made(_linears, types, constants, architecture, aligned, num_warps=2, num_stages=4)
+packed = itertools.product((80, 89, 90), forms, ((16, 64, 64, TURN), (64, 128, 32, GATE)))
+for architecture, (bits, floats), (rows, outputs, inputs, epilogue) in packed:
+    done = product(architecture, rows, outputs, inputs, 2, 4, types, BITS=bits, FLOATS=floats, **epilogue)
     assert registers(done) <= 240 and done.metadata.shared <= 32 << 10
     assert re.search(r"cp.async.cg.shared.global .*, 0x10,", done.asm["ptx"]), "read ahead, 16 bytes at once"
     assert "mma.sync" in done.asm["ptx"]
@@ -208,7 +254,9 @@ print("compiled")
 
 
 @pytest.mark.parametrize(
-    "script", [AGREES, PACKED, RECORDED, PACKED_PASSES], ids=["products", "packed products", "passes", "packed passes"]
+    "script",
+    [AGREES, PACKED, EPILOGUES, RECORDED, PACKED_PASSES],
+    ids=["products", "packed products", "epilogues", "passes", "packed passes"],
 )
 def test_products_agree_with_torch(interpret: Interpret, script: str) -> None:
     assert interpret(script) == "same"
