@@ -43,8 +43,6 @@ class PackedTexts:
         (texts,) int32 number of rows in a text's slab before the pass.
     starts
         (texts + 1,) int32 boundaries of the texts' rows.
-    text_of
-        (rows,) int32 text of a row.
     tiles
         (tiles, 2) int32 text of a program's queries, and the first of its groups · rows; -1 for programs without work.
     slabs
@@ -56,6 +54,5 @@ class PackedTexts:
     depths: torch.Tensor
     prefix: torch.Tensor
     starts: torch.Tensor
-    text_of: torch.Tensor
     tiles: torch.Tensor
     slabs: torch.Tensor

@@ -4,8 +4,9 @@ Queries that share a key head are stacked, so a key is read once per group. The 
 pair of rows; the prefix has no mask. A long context is split over programs, whose partial results are merged by
 log-sum-exp. Lengths are read from device memory, so that a captured CUDA graph can be replayed while the cache grows,
 and numbers that change from pass to pass cause no recompilation. Trees of several texts, each with its own cache, take
-the same launches as one, after a launch that writes their keys and values to their slabs: positions of rows and slabs
-are also read from device memory. With TRITON_INTERPRET=1, the kernels run on the CPU.
+the same launches as one: positions of rows and slabs are also read from device memory. The first launch also writes the
+pass's keys and values to the slabs, which it reads only for the prefix. With TRITON_INTERPRET=1, the kernels run on the
+CPU.
 
 Exact attention adds up a query's keys in an order that depends on its position only, so that results are bitwise
 independent of the other rows in a pass: first, in fixed blocks, the keys that precede any pass with this query, then
@@ -87,20 +88,15 @@ def packed_tree_attention(
     """
     kv_heads, rows, width = keys.shape
     options = launch_options(block, width, query.element_size())
-    store_rows[(rows, kv_heads)](
-        keys, values, texts.text_of, texts.starts, texts.prefix, texts.slabs, layer,
-        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        D=width, BLOCK_D=options["BLOCK_D"], num_warps=1, **overlap(keys.device, rows),
-    )  # fmt: skip
     height = query.shape[0] // kv_heads * rows
     parts = torch.empty((splits, kv_heads, height, width), dtype=torch.float32, device=query.device)
     lse = torch.empty((splits, kv_heads, height), dtype=torch.float32, device=query.device)
     out = torch.empty((rows, query.shape[0], width), dtype=query.dtype, device=query.device)
     attend_split[(kv_heads, len(texts.tiles), splits)](
         query, keys, values, texts.words, texts.depths, texts.prefix, texts.starts, texts.tiles, texts.slabs, parts,
-        lse, rule.scale, rule.softcap, rows, query.shape[0] // kv_heads, texts.words.shape[1], layer, query.stride(0),
-        query.stride(1), D=width, WINDOW=rule.window, CAPPED=rule.softcap > 0.0, EXACT=exact, **options,
-        **overlap(query.device, rows),
+        lse, rule.scale, rule.softcap, rows, query.shape[0] // kv_heads, texts.words.shape[1], layer,
+        *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2], D=width, WINDOW=rule.window,
+        CAPPED=rule.softcap > 0.0, EXACT=exact, **options, **overlap(query.device, rows),
     )  # fmt: skip
     sinks = rule.sinks
     merge_splits[(height, kv_heads)](
@@ -151,20 +147,20 @@ def _capped(s, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _scores(q, keys, n, inside, d, scale, softcap, D: tl.constexpr, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scores(q, keys, stride, n, inside, d, scale, softcap, D: tl.constexpr, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the scores of a block of keys."""
-    k = tl.load(keys + n[:, None] * D + d[None, :], inside[:, None] & (d[None, :] < D), 0.0)
+    k = tl.load(keys + n[:, None] * stride + d[None, :], inside[:, None] & (d[None, :] < D), 0.0)
     return _capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, CAPPED)
 
 
 @triton.jit
-def _fold(s, values, n, inside, d, best, weight, acc, D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _fold(s, values, stride, n, inside, d, best, weight, acc, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Update the running maximum, sum and output of an online softmax by a block of values."""
     top = tl.maximum(best, tl.max(s, 1))
     base = tl.where(top == float("-inf"), 0.0, top)
     p = tl.exp(s - base[:, None])
     shrink = tl.exp(best - base)
-    v = tl.load(values + n[:, None] * D + d[None, :], inside[:, None] & (d[None, :] < D), 0.0)
+    v = tl.load(values + n[:, None] * stride + d[None, :], inside[:, None] & (d[None, :] < D), 0.0)
     acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
     return top, weight * shrink + tl.sum(p, 1), acc
 
@@ -184,7 +180,7 @@ def _slab_of(slabs, text, layer, head, heads, keys, values, D: tl.constexpr):  #
 )
 def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotations
     query,  # (heads, total, d), strides given; the heads of a group stand together
-    keys,  # of the type that slabs hold; not read
+    keys,  # (kv_heads, total, d) of the pass, strides given
     values,
     words,  # (total, num_words) int32: bit j of row i: row i sees row j of its text in the pass
     depths,  # (total,) int32: position of a row minus the position of its text's first row in the pass
@@ -202,6 +198,10 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
     layer,
     query_head_stride,
     query_row_stride,
+    key_head_stride,
+    key_row_stride,
+    value_head_stride,
+    value_row_stride,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -211,7 +211,10 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
     EXACT: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Compute attention of a block of queries to a split of the keys, and the log of the softmax denominator."""
+    """Compute attention of a block of queries to a split of the keys, and the log of the softmax denominator.
+
+    The last split's programs append the pass's keys and values to the slabs, where no program reads them.
+    """
     take_turn(OVERLAP)
     head = tl.program_id(0).to(tl.int64)  # a long cache of many heads has more than 2^31 elements
     split = tl.program_id(2)
@@ -224,7 +227,9 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
     begin = tl.load(starts + text)
     rows = tl.load(starts + text + 1) - begin
     past = tl.load(prefix + text)
-    keys, values = _slab_of(slabs, text, layer, head, tl.num_programs(0), keys, values, D)
+    held_keys, held_values = _slab_of(slabs, text, layer, head, tl.num_programs(0), keys, values, D)
+    keys += head * key_head_stride + begin * key_row_stride
+    values += head * value_head_stride + begin * value_row_stride
     words += begin * num_words
     depths += begin
     query += begin * query_row_stride
@@ -236,6 +241,11 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
         (m[:, None] < height) & (d[None, :] < D),
         0.0,
     )
+    if split == splits - 1:  # every row is once among the first of the heads that are stacked
+        own_row = (m[:, None] < rows) & (d[None, :] < D)
+        slot = (past + m).to(tl.int64)[:, None] * D + d[None, :]
+        tl.store(held_keys + slot, tl.load(keys + m[:, None] * key_row_stride + d[None, :], own_row), own_row)
+        tl.store(held_values + slot, tl.load(values + m[:, None] * value_row_stride + d[None, :], own_row), own_row)
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -256,21 +266,22 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
     for block in range(start, tl.cdiv(stop, BLOCK_N), splits):
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = n < stop
-        s = _scores(q, keys, n, inside, d, scale, softcap, D, CAPPED)
+        s = _scores(q, held_keys, D, n, inside, d, scale, softcap, D, CAPPED)
         seen = inside[None, :]
         if EXACT:
             seen = n[None, :] < own[:, None]
         if WINDOW > 0:
             seen = seen & (depth[:, None] + past - n[None, :] < WINDOW)
         s = tl.where(seen, s, float("-inf"))
-        best, weight, acc = _fold(s, values, n, inside, d, best, weight, acc, D)
+        best, weight, acc = _fold(s, held_values, D, n, inside, d, best, weight, acc, D)
 
     if EXACT:
         wide = q.to(tl.float32)
         first = tl.maximum(past // ZONE - 1, 0) * ZONE
         for n in range(tl.where(split == splits - 1, first, past + rows), past + rows):
             drafted = tl.maximum(n - past, 0)
-            k = tl.load(keys + n * D + d, d < D, 0.0).to(tl.float32)
+            k = tl.where(n < past, held_keys + n * D, keys + drafted * key_row_stride)
+            k = tl.load(k + d, d < D, 0.0).to(tl.float32)
             s = _capped(tl.sum(wide * k[None, :], 1) * scale, softcap, CAPPED)
             bits = tl.load(words + row * num_words + drafted // 32)
             seen = tl.where(n < past, n >= own, ((bits >> (drafted % 32)) & 1) == 1)
@@ -282,16 +293,15 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
             base = tl.where(top == float("-inf"), 0.0, top)
             p = tl.exp(s - base)
             shrink = tl.exp(best - base)
-            v = tl.load(values + n * D + d, d < D, 0.0).to(tl.float32)
+            v = tl.where(n < past, held_values + n * D, values + drafted * value_row_stride)
+            v = tl.load(v + d, d < D, 0.0).to(tl.float32)
             best, weight, acc = top, weight * shrink + p, acc * shrink[:, None] + p[:, None] * v[None, :]
     else:
         tl.static_assert(BLOCK_N <= 64, "a block of the tree has two words of bits at most")
-        keys += past.to(tl.int64) * D
-        values += past.to(tl.int64) * D
         for first in range(0, tl.where(split == splits - 1, rows, 0), BLOCK_N):  # the last split is the smallest
             n = first + tl.arange(0, BLOCK_N)
             inside = n < rows
-            s = _scores(q, keys, n, inside, d, scale, softcap, D, CAPPED)
+            s = _scores(q, keys, key_row_stride, n, inside, d, scale, softcap, D, CAPPED)
             word = first // 32
             bits = tl.load(words + row * num_words + word)[:, None]
             if BLOCK_N > 32:
@@ -301,7 +311,7 @@ def attend_split(  # type: ignore[no-untyped-def]  # Triton reads the annotation
             if WINDOW > 0:
                 seen = seen & (depth[:, None] - tl.load(depths + n, inside, 0)[None, :] < WINDOW)
             s = tl.where(seen, s, float("-inf"))
-            best, weight, acc = _fold(s, values, n, inside, d, best, weight, acc, D)
+            best, weight, acc = _fold(s, values, value_row_stride, n, inside, d, best, weight, acc, D)
 
     share_of_row = tl.where(weight > 0.0, weight, 1.0)
     tl.store(
@@ -347,36 +357,6 @@ def merge_splits(  # type: ignore[no-untyped-def]
     part = tl.load(parts + at[:, None] * D + d[None, :], written, 0.0)
     merged = tl.sum(part * weight[:, None], 0) / total
     tl.store(out + ((m % rows) * kv_heads * groups + head * groups + m // rows) * D + d, merged, d < D)
-
-
-@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["text_of", "starts", "prefix", "slabs"])
-def store_rows(  # type: ignore[no-untyped-def]
-    keys,  # (kv_heads, total, d), strides given
-    values,
-    text_of,  # (total,) int32
-    starts,  # as for attend_split
-    prefix,
-    slabs,
-    layer,
-    key_head_stride,
-    key_row_stride,
-    value_head_stride,
-    value_row_stride,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
-):
-    """Append one row's keys and values of one head to its text's slab."""
-    take_turn(OVERLAP)
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    d = tl.arange(0, BLOCK_D)
-    text = tl.load(text_of + row)
-    slot = tl.load(prefix + text) + row - tl.load(starts + text)
-    key_slab, value_slab = _slab_of(slabs, text, layer, head, tl.num_programs(1), keys, values, D)
-    at = slot.to(tl.int64) * D + d
-    tl.store(key_slab + at, tl.load(keys + head * key_head_stride + row * key_row_stride + d, d < D), d < D)
-    tl.store(value_slab + at, tl.load(values + head * value_head_stride + row * value_row_stride + d, d < D), d < D)
 
 
 @triton.jit(do_not_specialize_on_alignment=["places", "slabs", "prefix", "starts", "sources"])

@@ -141,7 +141,7 @@ class PackedBuffer:
         rows, texts = shape.rows, shape.texts
         words, tiles = -(-rows // 32), -(-groups * rows // shape.block) + texts
         sizes = {
-            "slabs": 6 * slabs * texts, "ids": rows, "positions": rows, "depths": rows, "text_of": rows,
+            "slabs": 6 * slabs * texts, "ids": rows, "positions": rows, "depths": rows,
             "held": slabs * texts, "starts": texts + 1, "tiles": 2 * tiles, "words": rows * words,
             "wanted": shape.logits or rows, "move_starts": texts + 1, "sources": self.moves,
         }  # fmt: skip
@@ -149,7 +149,7 @@ class PackedBuffer:
         self._shape, self._groups = shape, groups
         on_device = self._fields.device
         self.ids, self.positions, self.depths = on_device["ids"], on_device["positions"], on_device["depths"]
-        self.text_of, self.starts, self.wanted = on_device["text_of"], on_device["starts"], on_device["wanted"]
+        self.starts, self.wanted = on_device["starts"], on_device["wanted"]
         self.words, self.tiles = on_device["words"].view(rows, words), on_device["tiles"].view(tiles, 2)
         self.held = on_device["held"].view(slabs, texts)
         self.slabs = on_device["slabs"].view(torch.int64).view(slabs, texts, 3)
@@ -157,9 +157,7 @@ class PackedBuffer:
 
     def texts(self, slab: int) -> PackedTexts:
         """Return the texts of the pass with the keys and values of one of their slabs."""
-        return PackedTexts(
-            self.words, self.depths, self.held[slab], self.starts, self.text_of, self.tiles, self.slabs[slab]
-        )
+        return PackedTexts(self.words, self.depths, self.held[slab], self.starts, self.tiles, self.slabs[slab])
 
     def fill(self, laid: Sequence[LaidOut], wanted: NDArray[np.int64] | None = None) -> None:
         """Write a pass over at most `texts` texts with at most `rows` rows together, and what their commits move."""
@@ -171,7 +169,6 @@ class PackedBuffer:
         starts = np.concatenate([[0], np.cumsum(counts)])
         host["starts"][:] = rows
         host["starts"][: len(starts)] = starts
-        host["text_of"][:] = np.repeat(np.arange(len(laid)), counts)
         host["ids"][:real], host["ids"][real:] = np.concatenate([text.ids for text in laid]), 0
         host["depths"][:real], host["depths"][real:] = np.concatenate([text.depths for text in laid]), 0
         host["positions"][:] = host["depths"] + np.repeat([text.position for text in laid], counts)

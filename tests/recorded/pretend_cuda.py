@@ -356,13 +356,15 @@ def _slab(address: int, capacity: int) -> torch.Tensor:
 
 @torch.library.custom_op("pretended::store_rows", mutates_args=("slabs",))
 def _store_rows(
-    slabs: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, text_of: torch.Tensor, starts: torch.Tensor,
-    prefix: torch.Tensor, layer: int,
+    slabs: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, prefix: torch.Tensor,
+    layer: int,
 ) -> None:  # fmt: skip
-    for row, text in enumerate(text_of.tolist()):
+    for text, (first, end) in enumerate(zip(starts.tolist(), starts.tolist()[1:], strict=False)):
         *addresses, capacity = slabs[text].tolist()
         for address, new in zip(addresses, (keys, values), strict=True):
-            _slab(address, capacity)[layer, :, int(prefix[text]) + row - int(starts[text])] = new[:, row]
+            if first < end:
+                held = int(prefix[text])
+                _slab(address, capacity)[layer, :, held : held + end - first] = new[:, first:end]
 
 
 @torch.library.custom_op("pretended::move_rows", mutates_args=("slabs",))
@@ -411,7 +413,7 @@ def triton_stand_in(gpu: PretendCuda) -> ModuleType:
     ) -> Any:
         check(query, keys, values, *(getattr(texts, part.name) for part in fields(texts)), rule.sinks)
         gpu.launches["attention"] += 1
-        torch.ops.pretended.store_rows(texts.slabs, keys, values, texts.text_of, texts.starts, texts.prefix, layer)
+        torch.ops.pretended.store_rows(texts.slabs, keys, values, texts.starts, texts.prefix, layer)
         return torch.ops.pretended.attend_rows(
             query, texts.words, texts.depths, texts.prefix, texts.starts, texts.slabs, rule.sinks, layer, rule.scale,
             rule.softcap, rule.window,
