@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -119,7 +120,7 @@ def _trace_rows(
     with torch._C._AutoDispatchBelowAutograd(), mode:
         inputs = torch.zeros((1, rows), dtype=torch.long, device=device), torch.arange(rows, device=device)[None]
         recorder = _GraphRecorder([*weights.values(), *inputs])
-        with recorder, _exporting(), _restoring(forward):
+        with _restoring(forward), recorder, _exporting():
             results = torch.func.functional_call(forward, weights, inputs, tie_weights=False)
     return recorder.finish(results)
 
@@ -236,13 +237,16 @@ def _storage(tensor: torch.Tensor) -> int:
 @contextlib.contextmanager
 def _restoring(forward: nn.Module) -> Iterator[None]:
     """Restore the attributes of modules afterwards: a forward may keep tensors or sizes of its last call, which are
-    fake in a trace.
+    fake in a trace. Of classes and the files that define them, only what is fake is restored, as others use them too.
     """
     held = [
         (entries, dict(entries))
         for module in forward.modules()
         for entries in (vars(module), *(value for value in vars(module).values() if isinstance(value, dict)))
     ]
+    classes = {cls for module in forward.modules() for cls in type(module).__mro__[: -len(nn.Module.__mro__)]}
+    owners = [(owner, dict(vars(owner))) for owner in classes | {sys.modules[cls.__module__] for cls in classes}]
+    tables = [(table, dict(table)) for _, before in owners for table in before.values() if type(table) is dict]
     try:
         yield
     finally:
@@ -250,6 +254,22 @@ def _restoring(forward: nn.Module) -> Iterator[None]:
             for name in entries.keys() - before.keys():
                 del entries[name]
             entries.update(before)
+        for owner, before in owners:
+            for name in _fakes(vars(owner), before):
+                setattr(owner, name, before[name]) if name in before else delattr(owner, name)
+        for table, before in tables:
+            for name in _fakes(table, before):
+                table.pop(name)
+            table.update({name: before[name] for name in before.keys() - table.keys()})
+
+
+def _fakes(entries: Mapping[Any, Any], before: Mapping[Any, Any]) -> list[Any]:
+    """Return the names of new values that are fake tensors, or hold some."""
+    return [
+        name
+        for name, value in entries.items()
+        if value is not before.get(name) and any(isinstance(leaf, FakeTensor) for leaf in tree_flatten(value)[0])
+    ]
 
 
 @contextlib.contextmanager

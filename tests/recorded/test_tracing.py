@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_decoders import accelerate, build, check, ids, says
+from small_decoders import OPTIONS, accelerate, build, check, ids, says
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -78,6 +78,37 @@ def test_a_trace_leaves_nothing_in_the_modules() -> None:
     trace(forward, 2, torch.device("cpu"))
     assert vars(forward) == before and forward.tables == {}
     assert set(dict(forward.named_buffers())) == {"offset"}
+
+
+_tables: dict[str, torch.Tensor] = {}
+_last: tuple[torch.Tensor, ...] = ()
+
+
+class Sharing(LlamaMLP):  # type: ignore[misc]
+    """Keeps what it computes of its weights where all of its class find it: tables of more rows than it had."""
+
+    table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global _last
+        rows = x.shape[-2]
+        if Sharing.table is None or len(Sharing.table) < rows:
+            Sharing.table = self.up_proj.weight[:1, 0] + torch.zeros(rows)
+            _tables["more"] = Sharing.table + 1
+            _last = (Sharing.table,)
+        return super().forward(x) * (Sharing.table[:rows, None] + _tables["more"][:rows, None] + _last[0][:rows, None])
+
+
+@pytest.mark.parametrize("length", [3, 20])
+def test_tables_that_all_modules_of_a_class_share_stay_real(length: int) -> None:
+    """What an earlier text has left there is too short for the rows of a trace, or for those of one trace only."""
+    model = build("llama")
+    for block in model.model.layers:
+        block.mlp.__class__ = Sharing
+    model.generate(ids(length), **OPTIONS | {"max_new_tokens": 1})
+    accelerate(model)
+    assert not any(isinstance(kept, FakeTensor) for kept in (Sharing.table, *_tables.values(), *_last))
+    assert torch.equal(model.generate(ids(20), **OPTIONS), says(model))
 
 
 class InPlace(Forward):
