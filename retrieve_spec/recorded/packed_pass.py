@@ -31,7 +31,7 @@ class DeviceFields:
     Parameters
     ----------
     sizes
-        By name, how many numbers; a field of 64-bit numbers comes first.
+        By name, how many numbers; fields of 64-bit numbers, which count twice, come first.
 
     Attributes
     ----------
@@ -141,15 +141,16 @@ class PackedBuffer:
         rows, texts = shape.rows, shape.texts
         words, tiles = -(-rows // 32), -(-groups * rows // shape.block) + texts
         sizes = {
-            "slabs": 6 * slabs * texts, "ids": rows, "positions": rows, "depths": rows,
-            "held": slabs * texts, "starts": texts + 1, "tiles": 2 * tiles, "words": rows * words,
-            "wanted": shape.logits or rows, "move_starts": texts + 1, "sources": self.moves,
+            "slabs": 6 * slabs * texts, "ids": 2 * rows, "positions": 2 * rows, "wanted": 2 * (shape.logits or rows),
+            "depths": rows, "held": slabs * texts, "starts": texts + 1, "tiles": 2 * tiles, "words": rows * words,
+            "move_starts": texts + 1, "sources": self.moves,
         }  # fmt: skip
         self._fields = DeviceFields(sizes, device)
         self._shape, self._groups = shape, groups
         on_device = self._fields.device
-        self.ids, self.positions, self.depths = on_device["ids"], on_device["positions"], on_device["depths"]
-        self.starts, self.wanted = on_device["starts"], on_device["wanted"]
+        wide = (on_device[name].view(torch.int64) for name in ("ids", "positions", "wanted"))  # as models take them
+        self.ids, self.positions, self.wanted = wide
+        self.depths, self.starts = on_device["depths"], on_device["starts"]
         self.words, self.tiles = on_device["words"].view(rows, words), on_device["tiles"].view(tiles, 2)
         self.held = on_device["held"].view(slabs, texts)
         self.slabs = on_device["slabs"].view(torch.int64).view(slabs, texts, 3)
@@ -169,11 +170,12 @@ class PackedBuffer:
         starts = np.concatenate([[0], np.cumsum(counts)])
         host["starts"][:] = rows
         host["starts"][: len(starts)] = starts
-        host["ids"][:real], host["ids"][real:] = np.concatenate([text.ids for text in laid]), 0
+        ids, positions, rows_wanted = (host[name].view(np.int64) for name in ("ids", "positions", "wanted"))
+        ids[:real], ids[real:] = np.concatenate([text.ids for text in laid]), 0
         host["depths"][:real], host["depths"][real:] = np.concatenate([text.depths for text in laid]), 0
-        host["positions"][:] = host["depths"] + np.repeat([text.position for text in laid], counts)
+        positions[:] = host["depths"] + np.repeat([text.position for text in laid], counts)
         if wanted is not None:
-            host["wanted"][: len(wanted)], host["wanted"][len(wanted) :] = wanted, 0
+            rows_wanted[: len(wanted)], rows_wanted[len(wanted) :] = wanted, 0
         self._write_words(host["words"].reshape(rows, -1), laid, starts)
         self._write_tiles(host["tiles"].reshape(-1, 2), counts)
         self._write_slabs(host, laid)
@@ -252,9 +254,8 @@ class PackedPass:
 
         buffer = self._buffer
         move_rows(self._kind, self._places, buffer.slabs, buffer.held, buffer.move_starts, buffer.sources)
-        ids, positions = buffer.ids.long()[None], buffer.positions.long()[None]
-        wanted = buffer.wanted.long() if self._shape.logits else ALL
-        self._outputs = self._recorded.run(ids, positions, self._attend, wanted)
+        wanted = buffer.wanted if self._shape.logits else ALL
+        self._outputs = self._recorded.run(buffer.ids[None], buffer.positions[None], self._attend, wanted)
 
     @property
     def outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
