@@ -22,7 +22,7 @@ import triton.language as tl
 from retrieve_spec.kernels.attention_inputs import LayerRule, PackedTexts
 from retrieve_spec.kernels.triton_rows import overlap, take_turn
 
-MAX_SPLITS = 32
+MAX_SPLITS = 64
 _KEYS_PER_SPLIT = 256
 ZONE: tl.constexpr = tl.constexpr(64)
 """Number of keys before a query (up to twice as many) that are added one by one; a multiple of all key blocks.

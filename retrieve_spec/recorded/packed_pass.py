@@ -215,8 +215,8 @@ class PackedBuffer:
 
 EXACT_ROWS = KEY_BLOCK
 """Most rows of an exact pass, except of those that read prompts."""
-_CONTEXT = 4096
-"""Tokens of a context that is split over as many programs as fill a GPU; any other length is split like it."""
+_CONTEXTS = (4096, 16384)
+"""Tokens of contexts that are split over as many programs as fill a GPU; others are split like the next shorter one."""
 
 
 class PackedPass:
@@ -294,9 +294,11 @@ def shape_of(recorded: RecordedPass, laid: Sequence[LaidOut], rows: int, texts: 
     small = launch_options(1, width, keys.element_size())["BLOCK_M"]
     block = launch_options(wide, width, keys.element_size())["BLOCK_M"] if height > 2 * small else small
     queries = recorded.groups * (1 if exact else rows)
+    is_long = not exact and max(text.held for text in laid) >= _CONTEXTS[1]
+    context = _CONTEXTS[is_long]
     splits = tuple(
         1 if exact and slab.window  # rows that leave a window would change the blocks
-        else num_splits(heads, queries, min(slab.window or _CONTEXT, _CONTEXT), count)
+        else num_splits(heads, queries, min(slab.window or context, context), count)
         for slab in laid[0].cache.slabs
     )  # fmt: skip
     return PassShape(rows, texts, block, splits, logits, exact)

@@ -87,3 +87,25 @@ def test_heads_that_are_normalised_are_rotated_apart(interpret: Interpret) -> No
     told = interpret(COUNTED + BY_LAYER.replace("FAMILIES", '(("qwen3", small),)'))
     by_layer = [("_linears", 4), ("_rms_norm", 4), ("_rotate", 1), ("attend_split", 1), ("merge_splits", 1)]
     assert told == f"qwen3 11 {by_layer}"
+
+
+SPLITS = """
+for given in (small, large):
+    recorded = built("llama", given)
+    for exact in (0, 1):
+        recorded.exact = exact
+        counts = []
+        for rows in (1, 8, 64):
+            for held in (500, 20_000, 130_000):
+                splits = set(shape_of(recorded, [text(recorded, rows, held)], rows, 1).splits)
+                counts += splits
+        print(counts)
+"""
+
+
+def test_a_long_context_is_read_by_more_programs(interpret: Interpret) -> None:
+    """Of one of 132 multiprocessors each, for each key head and block of queries; exact passes always add up alike."""
+    assert interpret(COUNTED + SPLITS).splitlines() == [
+        "[16, 64, 64, 16, 64, 64, 16, 29, 29]", "[16, 16, 16, 16, 16, 16, 16, 16, 16]",
+        "[16, 33, 33, 16, 33, 33, 8, 8, 8]", "[16, 16, 16, 16, 16, 16, 16, 16, 16]",
+    ]  # fmt: skip

@@ -252,7 +252,7 @@ for architecture, dtype, size, width, window, capped, exact in (
     if size == 2:  # keys and values come in 16 bytes at a time, from addresses read from memory; bits are few
         assert len(lines) - wide < wide / 2 and wide > 8, (width, wide, len(lines))
 for sinks in (False, True):
-    constants = {"D": 128, "BLOCK_D": 128, "BLOCK_S": 32, "SINKS": sinks}
+    constants = {"D": 128, "BLOCK_D": 128, "BLOCK_S": 64, "SINKS": sinks}
     assert of(kernels.merge_splits, "bf16", constants, 90).metadata.shared <= 48 * 1024
 assert of(kernels.move_kept_rows, "bf16", {"D": 128, "BLOCK_D": 128}, 90, num_warps=1).metadata.shared == 0
 print("compiled")
