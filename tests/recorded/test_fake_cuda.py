@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,8 +17,11 @@ import retrieve_spec as rs
 import retrieve_spec.kernels
 from retrieve_spec.config import PassConfig
 from retrieve_spec.recorded import kv_buffer, packed_pass, recorded_verifier
-from retrieve_spec.recorded.packed_pass import CudaGraphCapture, DeviceFields
+from retrieve_spec.recorded.packed_pass import CudaGraphCapture, DeviceFields, PassGraphs
 from retrieve_spec.recorded.recorded_pass import RecordedPass
+from retrieve_spec.recorded.recorded_verifier import RecordedVerifier
+from retrieve_spec.verify.hf import HFVerifier
+from retrieve_spec.verify.interface import read_interface
 
 OPTIONS: dict[str, Any] = {"do_sample": True, "max_new_tokens": 12, "top_k": 0, "draft": "off"}
 
@@ -242,3 +246,33 @@ def test_a_step_makes_and_copies_as_much_behind_any_context(gpu: PretendCuda, wi
         assert torch.equal(placed.generate(ids(length), max_new_tokens=40, do_sample=False), answer)
         usual.append(np.median(np.diff(placed.numbers)[-12:]))  # behind those that read the prompt and capture
     assert usual[0] == usual[1] < 1900
+
+
+@pytest.mark.parametrize(
+    ("texts", "sampled"),
+    [(4, {}), (4, {"top_p": 0.9, "repetition_penalty": 1.1}), (1, {"temperature": 0.9})],
+)
+def test_so_does_a_step_of_several_texts_however_they_are_sampled(
+    gpu: PretendCuda, with_triton: None, texts: int, sampled: dict[str, float]
+) -> None:
+    placed, usual = Placed(gpu), []
+    graphs, numbers = PassGraphs(placed.recorded), list[int]()
+    placed.prepare()
+    interface = read_interface(placed.model)
+    placed.model.speculation._make_verifier = lambda: RecordedVerifier(
+        placed.model, HFVerifier(placed.model, interface), placed.recorded, graphs
+    )
+    run = PassGraphs.run
+
+    def noted(*given: Any) -> Any:
+        numbers.append(gpu.numbers)
+        return run(*given)
+
+    rules = {"do_sample": True, "seed": 3, **sampled} if sampled else {"do_sample": False}
+    with mock.patch.object(PassGraphs, "run", noted):
+        for length in (50, 1000):
+            numbers.clear()
+            prompts = torch.stack([ids(length)[0].roll(text) for text in range(texts)])
+            placed.generate(prompts, max_new_tokens=20, draft="off", **rules)
+            usual.append(np.median(np.diff(numbers)[-8:]))
+    assert usual[0] == usual[1]
