@@ -151,11 +151,21 @@ class Common(SamplingOptions, Speculating):
     max_tokens: Count | None = None
     n_indent: Annotated[int, Field(ge=0, le=10_000)] | None = None
     t_max_predict_ms: Number | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    repeat_penalty: RepetitionPenalty | None = Field(None, description="llama.cpp's name of `repetition_penalty`.")
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024)] | None = None
     cache_prompt: StrictBool | None = None
     id_slot: int | None = Field(None, ge=-1, le=1 << 20)
     response_fields: Items[Text] | None = None
     return_tokens: StrictBool | None = None
     user: Any = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _none_if_empty(cls, given: Any) -> Any:
+        return given or None
 
     def written(self, text: str) -> str:
         """Return a text, or a part of one, with the document's line ends."""
@@ -246,15 +256,10 @@ class OpenAIOptions(Common):
 
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    repeat_penalty: RepetitionPenalty | None = Field(None, description="llama.cpp's name of `repetition_penalty`.")
-    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024)] | None = None
 
-    @field_validator("response_format", "logit_bias", mode="before")
+    @field_validator("response_format", mode="before")
     @classmethod
-    def _none_if_empty(cls, given: Any) -> Any:
+    def _any_text_if_empty(cls, given: Any) -> Any:
         return given or None
 
     def wanted_json(self) -> tuple[dict[str, Any] | None, str]:

@@ -42,7 +42,7 @@ from retrieve_spec.server.sampling import (
     Sampling,
     sampling_of,
 )
-from retrieve_spec.server.schemas import ChatRequest, Common, InfillRequest, OpenAIOptions
+from retrieve_spec.server.schemas import ChatRequest, Common, InfillRequest
 from retrieve_spec.server.text import StopRules, TextCodec
 from retrieve_spec.server.tools import CallParser
 from retrieve_spec.server.workspace import Workspace
@@ -523,6 +523,9 @@ class Service:
         unsaid = isinstance(request, ChatRequest) and request.temperature is None and request.samplers is None
         default = self.chat_sampling if unsaid else GREEDY
         seed = request.seed if request.seed is not None and request.seed >= 0 else secrets.randbelow(_MAX_SEED)
+        bias = tuple(sorted((request.logit_bias or {}).items()))
+        if bias and bias[-1][0] >= self.backend_vocabulary:
+            raise Refusal(400, f'"logit_bias": token ids must be below {self.backend_vocabulary}')
         sampling = Sampling(
             default.temperature if request.temperature is None else request.temperature,
             default.top_k if request.top_k is None else request.top_k,
@@ -531,24 +534,13 @@ class Service:
             DEFAULT_CHAIN if request.samplers is None else tuple(request.samplers),
             seed,
             self._grammar(request, thinking),
-            logprobs=request.wanted_logprobs(),
-        )
-        if isinstance(request, OpenAIOptions):
-            sampling = self._penalized(sampling, request)
-        return replace(sampling, seed=0) if sampling.greedy else sampling
-
-    def _penalized(self, sampling: Sampling, request: OpenAIOptions) -> Sampling:
-        """Return the sampling with a request's penalties and biases."""
-        bias = tuple(sorted((request.logit_bias or {}).items()))
-        if bias and bias[-1][0] >= self.backend_vocabulary:
-            raise Refusal(400, f'"logit_bias": token ids must be below {self.backend_vocabulary}')
-        return replace(
-            sampling,
             presence=request.presence_penalty or 0.0,
             frequency=request.frequency_penalty or 0.0,
-            repetition=request.repetition_penalty or request.repeat_penalty or 1.0,
+            repetition=request.repetition_penalty or request.repeat_penalty or default.repetition,
             bias=bias,
+            logprobs=request.wanted_logprobs(),
         )
+        return replace(sampling, seed=0) if sampling.greedy else sampling
 
     def _grammar(self, request: Common, thinking: Thinking) -> str:
         """Return the grammar of the answer after its thoughts: JSON or calls; empty for any text."""

@@ -138,6 +138,24 @@ def test_penalties_and_biases_are_generates(reference, reference_live, greedy):
     assert on == off
 
 
+def test_llama_cpps_dialect_takes_the_same(reference_live):
+    edits = {"repeat_penalty": 1.3, "presence_penalty": 0.3, "frequency_penalty": 0.6, "logit_bias": {"20": -5}}
+    typed = {"input_prefix": PROMPT, "input_suffix": "\n"}
+    for path, body, same in (
+        ("/completion", {"prompt": PROMPT}, {"prompt": PROMPT}),
+        ("/infill", typed, {"prompt": PROMPT, "suffix": "\n"}),
+    ):
+        said, plain, expected = (
+            reference_live.post(*asked).json()
+            for asked in (
+                (path, {**body, **edits, "n_predict": 24}),
+                (path, {**body, "n_predict": 24}),
+                ("/v1/completions", {**same, **edits, "max_tokens": 24}),
+            )
+        )
+        assert said["content"] == expected["choices"][0]["text"] != plain["content"]
+
+
 def test_the_openai_client_asks_for_all_of_it(reference_live, official):
     client = official(reference_live)
     ask = {"model": "any", "messages": [{"role": "user", "content": "x = "}], "max_tokens": 6, "temperature": 1.0}

@@ -49,6 +49,7 @@ MALFORMED = {
         ({"presence_penalty": 3}, '"presence_penalty"'),
         ({"repetition_penalty": 0}, '"repetition_penalty"'),
     ],
+    "/completion": [({"repeat_penalty": 0}, '"repeat_penalty"'), ({"logit_bias": {"999999": 1}}, '"logit_bias"')],
     "/v1/fim/completions": [({"echo": True}, '"echo"')],
     "/v1/chat/completions": [
         ({"top_logprobs": 2}, "logprobs: true"),
@@ -88,8 +89,8 @@ UNSERVED = {
     "/infill": [{"mirostat": 2, "ignore_eos": True, "lora": [{"id": 0, "scale": 1}]}],
     "/completion": [
         {"response_format": {"type": "json_object"}},
-        {"grammar": "root ::= 'x'", "repeat_penalty": 1.1, "n_probs": 5},
-        {"n": 2, "n_cmpl": 3, "presence_penalty": 0.5},
+        {"grammar": "root ::= 'x'", "n_probs": 5},
+        {"n": 2, "n_cmpl": 3},
     ],
     "/v1/completions": [
         {"prompt_logprobs": 1, "best_of": 2},
