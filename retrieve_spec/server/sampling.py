@@ -82,7 +82,7 @@ class Sampling:
     def generate_kwargs(self, infill: Any = None, guides: Sequence[Any] = ()) -> dict[str, Any]:
         """Return arguments of ``generate``; ``infill`` makes its processor, ``guides`` come before it."""
         guides = list(guides)
-        edits: dict[str, Any] = {"repetition_penalty": self.repetition} if self.repetition != 1.0 else {}
+        edits: dict[str, Any] = {"repetition_penalty": self.repetition}  # 1, too: else `generate` takes the model's own
         if self.bias:
             edits["sequence_bias"] = [[[token], value] for token, value in self.bias]
         if self.greedy:
@@ -112,11 +112,12 @@ GREEDY = Sampling()
 
 def sampling_of(config: Any) -> Sampling:
     """Return the sampling of a model's `generation_config`; greedy if it does not sample."""
+    repetition = config.repetition_penalty or 1.0
     if not config.do_sample:
-        return GREEDY
+        return Sampling(repetition=repetition)
     temperature = 1.0 if config.temperature is None else config.temperature
     top_p = 1.0 if config.top_p is None else config.top_p
-    return Sampling(temperature, config.top_k or 0, top_p, config.min_p or 0.0)
+    return Sampling(temperature, config.top_k or 0, top_p, config.min_p or 0.0, repetition=repetition)
 
 
 def infill_survivors(

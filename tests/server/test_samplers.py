@@ -1,7 +1,12 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import GenerationConfig
 
+from retrieve_spec.config import ServeConfig
+from retrieve_spec.reference_model import load_model
+from retrieve_spec.server.run import assemble
 from retrieve_spec.server.sampling import InfillProcessor, Sampling, infill_survivors, sampling_of
 
 END = frozenset({0, 5})
@@ -48,17 +53,18 @@ def test_the_infill_rule_does_not_end_a_text_that_may_not_end(codec):
     assert torch.isfinite(processor(torch.zeros((1, 1), dtype=torch.long), scores)[0]).nonzero().tolist() == [[0]]
 
 
-QWEN = GenerationConfig(do_sample=True, temperature=0.7, top_p=0.8, top_k=20)
+QWEN = GenerationConfig(do_sample=True, temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05)
 USER = {"role": "user", "content": "x"}
 
 
 @pytest.mark.parametrize(
     ("path", "fields", "chosen"),
     [
-        ("/v1/chat/completions", {}, Sampling(0.7, 20, 0.8)),
-        ("/v1/messages", {}, Sampling(0.7, 20, 0.8)),
-        ("/v1/responses", {}, Sampling(0.7, 20, 0.8)),
-        ("/v1/chat/completions", {"top_p": 0.5, "min_p": 0.1}, Sampling(0.7, 20, 0.5, 0.1)),
+        ("/v1/chat/completions", {}, Sampling(0.7, 20, 0.8, repetition=1.05)),
+        ("/v1/messages", {}, Sampling(0.7, 20, 0.8, repetition=1.05)),
+        ("/v1/responses", {}, Sampling(0.7, 20, 0.8, repetition=1.05)),
+        ("/v1/chat/completions", {"top_p": 0.5, "min_p": 0.1}, Sampling(0.7, 20, 0.5, 0.1, repetition=1.05)),
+        ("/v1/chat/completions", {"repetition_penalty": 1}, Sampling(0.7, 20, 0.8)),
         ("/v1/chat/completions", {"temperature": 0.2}, Sampling(0.2)),
         ("/v1/chat/completions", {"temperature": 0}, Sampling()),
         ("/v1/chat/completions", {"samplers": []}, Sampling(chain=())),
@@ -74,8 +80,34 @@ def test_a_chat_that_does_not_say_samples_as_the_model_is_meant_to(live, say, pa
         del body["prompt"]  # there it is one that is kept by the server
     server.post(path, {**body, **fields})
     sampling = server.done[-1][0].sampling
-    how = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.chain)
-    assert how == (chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p, chosen.chain)
+    assert replace(sampling, seed=0) == chosen
+
+
+def test_only_chats_that_do_not_say_have_the_models_own_repetition_penalty(live):
+    """`generate` would take it for every text: at a cursor it forbids the names of the file."""
+    model, tokenizer = load_model("reference")
+    plain, _ = load_model("reference")
+    model.generation_config.repetition_penalty = 1.5
+    service = assemble(model, tokenizer, "reference", ServeConfig())
+    server, prompt = live(service.backend, service=service), "x = [1, 1, 1, 1, 1, 1,"
+
+    def generated(penalty):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        said = plain.generate(ids, do_sample=False, max_new_tokens=9, repetition_penalty=penalty)
+        return tokenizer.decode(said[0, ids.shape[1] :])
+
+    def completed(path, **fields):
+        (choice,) = server.post(path, {"max_tokens": 9, **fields}).json()["choices"]
+        return choice.get("text") or choice["message"]["content"]
+
+    assert completed("/v1/completions", prompt=prompt) == generated(1.0) != generated(1.5)
+    assert completed("/v1/completions", prompt=prompt, repetition_penalty=1.5) == generated(1.5)
+    chat = "/v1/chat/completions"
+    own, without, greedy = (
+        completed(chat, messages=[{"role": "user", "content": prompt}], **fields)
+        for fields in ({}, {"repetition_penalty": 1}, {"temperature": 0})
+    )
+    assert own != without == greedy
 
 
 def test_a_model_that_is_not_meant_to_sample_is_greedy(reference):
