@@ -125,7 +125,7 @@ class Answer(ABC):
         return []
 
     @abstractmethod
-    def whole(self, finished: Sequence[Completion]) -> dict[str, Any]:
+    def whole(self, finished: Sequence[Completion]) -> dict[str, Any] | Events:
         """Return the body of an answer that is not streamed."""
 
     def failure(self, error: str) -> dict[str, Any]:
@@ -213,17 +213,21 @@ class LlamaAnswer(Answer):
 
     def __init__(self, service: Service, request: Common, prepared: Sequence[PreparedTask]) -> None:
         super().__init__(service, request, prepared)
-        (self._prepared,) = prepared
         self._request, self._model, self._n_ctx = request, service.name, service.backend.n_ctx
-        fields, ids = request.response_fields, self._prepared.task.prompt_ids
-        self._prompt = service.codec.decode(ids) if fields is None or "prompt" in fields else ""
+        fields, self._prepared = request.response_fields, prepared
+        shown = fields is None or "prompt" in fields
+        self._prompts = [service.codec.decode(one.task.prompt_ids) if shown else "" for one in prepared]
         self._slot = request.id_slot if request.id_slot is not None else -1
 
-    def whole(self, finished: Sequence[Completion], *, streamed: bool = False) -> dict[str, Any]:
-        """Return the body, or the last event of the stream."""
-        (done,) = finished
+    def whole(self, finished: Sequence[Completion]) -> dict[str, Any] | Events:
+        """Return the body; of several prompts, a list."""
+        bodies = [self._body(done, index) for index, done in enumerate(finished)]
+        return bodies if len(bodies) > 1 else bodies[0]
+
+    def _body(self, done: Completion, index: int, *, streamed: bool = False) -> dict[str, Any]:
+        """Return the body of one text, or the last event of its stream."""
         body = {
-            "index": 0,
+            "index": index,
             "content": "" if streamed or done.outcome != "done" else self._written(done.text),
             "tokens": done.token_ids if self._request.return_tokens and not streamed else [],
             "id_slot": self._slot,
@@ -231,10 +235,10 @@ class LlamaAnswer(Answer):
             "model": self._model,
             "tokens_predicted": done.predicted,
             "tokens_evaluated": done.prompt_tokens,
-            "generation_settings": self._settings(),
-            "prompt": self._prompt,
+            "generation_settings": self._settings(self._prepared[index].task.sampling.seed),
+            "prompt": self._prompts[index],
             "has_new_line": "\n" in done.text,
-            "truncated": self._prepared.truncated,
+            "truncated": self._prepared[index].truncated,
             "stop_type": done.stop_type,
             "stopping_word": done.stopping_word,
             "tokens_cached": done.prompt_tokens + max(0, len(done.token_ids) - 1),
@@ -243,7 +247,7 @@ class LlamaAnswer(Answer):
         }
         return project(body, self._request.response_fields)
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self, seed: int) -> dict[str, Any]:
         """Return the settings of the completion; status bars of editors need `n_ctx`."""
         request = self._request
         return {
@@ -253,7 +257,7 @@ class LlamaAnswer(Answer):
             "top_k": request.top_k or 0,
             "top_p": request.top_p if request.top_p is not None else 1.0,
             "min_p": request.min_p or 0.0,
-            "seed": self._prepared.task.sampling.seed,
+            "seed": seed,
             "samplers": request.samplers or [],
             "stop": request.stop or [],
             "n_indent": request.n_indent or 0,
@@ -270,7 +274,7 @@ class LlamaAnswer(Answer):
 
     def end(self, done: Completion, index: int) -> Events:
         """Return the events at the end of a text."""
-        return [self.whole([done], streamed=True)]
+        return [self._body(done, index, streamed=True)]
 
 
 class OpenAIAnswer(Answer):

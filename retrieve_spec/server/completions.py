@@ -50,8 +50,11 @@ async def infill(body: schemas.InfillRequest, request: Request, service: Meant) 
 @router.post("/completions", include_in_schema=False)
 async def completion(body: schemas.CompletionRequest, request: Request, service: Meant) -> Response:
     """Complete a prompt (llama.cpp's dialect)."""
-    wanted, who = first(body.n_predict, body.max_tokens, -1), caller(request, body)
-    return await respond(service, request, body, lambda: [service.raw(body.prompt, body, who, wanted)], LlamaAnswer)
+    wanted = first(body.n_predict, body.max_tokens, -1)
+    prompts, who = _prompts(request, body)
+    return await respond(
+        service, request, body, lambda: [service.raw(prompt, body, who, wanted) for prompt in prompts], LlamaAnswer
+    )
 
 
 @router.post("/v1/completions", responses=ANSWERS)
@@ -59,21 +62,32 @@ async def completions(body: schemas.OpenAICompletionRequest, request: Request, s
     """Complete prompts (OpenAI's dialect, with `suffix`)."""
     if body.prompt is None:
         raise Refusal(400, '"prompt" is required')
-    wanted, who = first(body.max_tokens, body.n_predict, _OPENAI_TOKENS), caller(request, body)
-    several = isinstance(body.prompt, list) and all(isinstance(prompt, str) for prompt in body.prompt)
-    prompts: Any = body.prompt if several and body.prompt else [body.prompt]
-    if len(prompts) > 1:
-        who = replace(who, client=None)  # prompts of one request must not replace each other
-    echoed = [text if isinstance(text, str) else service.codec.decode(text) for text in prompts if body.echo]
+    wanted = first(body.max_tokens, body.n_predict, _OPENAI_TOKENS)
+    prompts, who = _prompts(request, body)
 
-    def prepare(prompt: Any) -> PreparedTask:
-        if body.suffix and isinstance(prompt, str):
-            return service.fill(FimParts(prompt, body.suffix), body, who, wanted)
+    def text_of(prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else service.codec.decode(prompt)
+
+    def prepare(prompt: str | list[int]) -> PreparedTask:
+        if body.suffix:
+            return service.fill(FimParts(text_of(prompt), body.suffix), body, who, wanted)
         return service.raw(prompt, body, who, wanted)
 
+    echoed = list(map(text_of, prompts)) if body.echo else []
     return await respond(
         service, request, body, lambda: list(map(prepare, prompts)), partial(OpenAIAnswer, echoed=echoed)
     )
+
+
+def _prompts(
+    request: Request, body: schemas.CompletionRequest | schemas.OpenAICompletionRequest
+) -> tuple[list[str | list[int]], Caller]:
+    """Return the prompts of a request, and who sent them; those of one request do not replace each other."""
+    given: Any = body.prompt
+    who = caller(request, body)
+    if not isinstance(given, list) or not given or isinstance(given[0], int):
+        return [given], who
+    return given, replace(who, client=None) if len(given) > 1 else who
 
 
 @router.post("/v1/fim/completions", responses=ANSWERS)

@@ -55,6 +55,9 @@ TopTokens = Annotated[StrictInt, Field(ge=0, le=20)]
 Text = StrictStr
 FunctionName = Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
 TokenId = Annotated[int, Field(ge=0, le=1 << 31)]
+Prompt = Text | Items[TokenId]
+"""A text, or its token ids."""
+Prompts = Annotated[Items[Prompt], Field(min_length=1, max_length=16)]
 Stops = Annotated[Items[Text], Field(max_length=256)] | Text | None
 
 
@@ -214,7 +217,7 @@ class InfillRequest(Common):
 class CompletionRequest(Common):
     """`POST /completion`, llama.cpp's dialect."""
 
-    prompt: Text | Items[TokenId]
+    prompt: Prompt | Prompts
     json_schema: dict[str, Any] | None = None
 
     def wanted_json(self) -> tuple[dict[str, Any] | None, str]:
@@ -274,7 +277,7 @@ class OpenAIOptions(Common):
 class OpenAICompletionRequest(OpenAIOptions):
     """`POST /v1/completions`."""
 
-    prompt: Text | Items[TokenId] | Annotated[Items[Text], Field(min_length=1, max_length=16)] | None = None
+    prompt: Prompt | Prompts | None = None
     suffix: Text | None = None
     logprobs: StrictBool | TopTokens | None = None
     echo: StrictBool | None = None

@@ -191,3 +191,24 @@ def test_echoes_stand_in_front_of_every_choice(server, codec):
     assert choice["text"] == "c = said"
     (choice,) = choices(server, "/v1/completions", {**body, "prompt": "d", "n": 1, "max_tokens": 0})
     assert choice["text"] == "d"
+
+
+def test_prompts_are_texts_or_token_ids_one_or_several(server, codec):
+    first, second = codec.encode("a = "), codec.encode("b = ")
+    for prompt, read in (
+        (first, [first]),
+        ([first], [first]),
+        ([first, second], [first, second]),
+        (["12", second], [codec.encode_prompt("12"), second]),
+    ):
+        several = len(read) > 1
+        for path in ("/v1/completions", "/completion"):
+            body = server.post(path, {"prompt": prompt, "return_tokens": True}).json()
+            answers = body["choices"] if path == "/v1/completions" else body if several else [body]
+            assert [answer["index"] for answer in answers] == list(range(len(read)))
+            assert sorted(server.backend.prompts[-len(read) :]) == sorted(map(tuple, read))
+        assert [answer["prompt"] for answer in answers] == [codec.decode(ids) for ids in read]
+        told = [json.loads(event) for event in server.events("/completion", {"prompt": prompt, "stream": True})]
+        for index in range(len(read)):
+            assert "".join(one["content"] for one in told if one["index"] == index) == "said"
+            assert [one["stop"] for one in told if one["index"] == index][-1]
