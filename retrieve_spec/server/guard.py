@@ -256,24 +256,33 @@ class _BoundedRequest(Request):
         try:
             fields = pydantic_core.from_json(self._read, allow_inf_nan=False)
         except ValueError:
-            fields = _without_surrogates(self._read)
+            fields = _repaired(self._read)
         return checked(self.schema, fields)
 
 
 _ESCAPE = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
+_TEXT_OR_LONG_NUMBER = re.compile(r'("(?:[^"\\]|\\.)*+(?:"|\\?\Z))|-?[0-9]{4301,}+(?![.eE])', re.DOTALL)
 
 
-def _without_surrogates(body: bytes) -> Any:
-    """Return JSON in which lone surrogates, left by clients that cut a text, are U+FFFD.
+def _repaired(body: bytes) -> Any:
+    """Return JSON of which parts have no value here.
+
+    Lone surrogates, left by clients that cut a text, become U+FFFD, and whole numbers too long for Python texts.
 
     Raises
     ------
     Refusal
         400: it is no JSON.
     """
-    text = _ESCAPE.sub(lambda found: "\\ufffd" if found[1] else found[0], body.decode("utf-8-sig", "replace"))
+
+    def repair(part: re.Match[str]) -> str:
+        if part[1] is None:
+            return f'"{part[0]}"'
+        return _ESCAPE.sub(lambda found: "\\ufffd" if found[1] else found[0], part[1])
+
+    text = _TEXT_OR_LONG_NUMBER.sub(repair, body.decode("utf-8-sig", "replace"))
     try:
         return pydantic_core.from_json(text, allow_inf_nan=False)
     except ValueError as error:

@@ -347,11 +347,14 @@ def response_tools(
     for tool, namespace in _functions(tools, "tools", left_out):
         kept.append(_function(_offered(tool.get("name"), namespace, names), tool))
     for tool, namespace in _functions(added, "input.tools", left_out):
-        if (namespace, str(tool.get("name"))) in names:
+        place = namespace, str(tool.get("name"))
+        if place in names:
             continue
-        if is_right(_function(tool.get("name"), tool)):
-            kept.append(_function(_offered(tool.get("name"), namespace, names), tool))
+        function = _function(_offered(tool.get("name"), namespace, names), tool)
+        if is_right(function):
+            kept.append(function)
         else:
+            del names[place]
             left_out.append(f"input.tools ({_plain(tool.get('name'))})")
     return kept, names
 

@@ -160,6 +160,26 @@ def test_tools_of_a_provider_in_a_history_are_not_offered(served):
         assert ('"search"' in server.service.codec.decode(server.backend.prompts[-1])) == offered, kind
 
 
+def test_tools_of_a_history_whose_names_are_too_long_are_told(served):
+    server = served("said")
+    spaces = [{"type": "namespace", "name": one * 100, "tools": [{"name": "f" * 100}]} for one in "ab"]
+    answer = server.post(RESPONSES, {"input": [USER, {"type": "additional_tools", "tools": spaces}]})
+    assert answer.status_code == 200 and "input.tools" in answer.headers[NAMES]
+
+
+def test_numbers_that_python_does_not_read_are_texts(served):
+    server, digits = served("said", n_ctx=1 << 14), "-" + "9" * 4301
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {"n": "NUMBER", "text": 'say "1"', "more": [1, "é"]}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": {"n": "NUMBER"}}
+    body = json.dumps(asked(MESSAGES, [block(call, role="assistant"), block(result)])).replace('"NUMBER"', digits)
+    answer = server.client.post(MESSAGES, content=body)
+    assert answer.status_code == 200, answer.text
+    prompt = server.service.codec.decode(server.backend.prompts[-1])
+    assert prompt.count(f'"n": "{digits}"') == 2 and r'"text": "say \"1\""' in prompt
+    for wrong in (body[:-1], body.replace('"role"', '"' + r"\"" * 50_000, 1)):  # in less than a second
+        assert server.client.post(MESSAGES, content=wrong).status_code == 400
+
+
 def test_what_asks_for_more_is_left_out_and_told(served):
     server = served("said")
     tools = [
