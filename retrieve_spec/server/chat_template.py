@@ -58,6 +58,8 @@ class Traits:
         Whether the arguments of calls must be a string of JSON.
     thoughts
         The tags of thoughts, if it handles thoughts in a history.
+    thoughts_in
+        Where it looks for a turn's thought: in the field of that name, or, for `content`, in a part of it.
     """
 
     system: bool = True
@@ -72,6 +74,7 @@ class Traits:
     short_ids: bool = False
     text_arguments: bool = False
     thoughts: ThoughtTags | None = None
+    thoughts_in: str = "reasoning_content"
 
 
 class ChatTemplate:
@@ -150,7 +153,7 @@ class ChatTemplate:
             shaped = alternating(shaped)
         if traits.lone_calls:
             shaped = text_before_calls(shaped, traits)
-        return [_with_calls(turn, traits) for turn in shaped]
+        return [_formed(turn, traits) for turn in shaped]
 
     def _tried(self, template: str) -> Traits:
         """Render test conversations of each kind."""
@@ -161,15 +164,16 @@ class ChatTemplate:
         shows_system = self._takes("system") and (not traits.calls or self._shows(system, *_called(traits)))
         first, second = ({"role": "user", "content": content} for content in ("first-", "-second"))
         traits = replace(traits, alternates=bool(self._shows(first)) and not self._shows(first, second))
-        return replace(
+        traits = replace(
             traits,
             lone_calls=traits.calls and self._leaves_out_text(traits),
             system=bool(shows_system),
             developer=self._knows_developers(),
             both=self._knows_developers("system"),
             later_system=self._keeps_systems_in_place(),
-            thoughts=next((tags for tags in THOUGHTS if tags.close in template and self._knows_thoughts(tags)), None),
         )
+        possible = (self._with_thoughts(traits, tags) for tags in THOUGHTS if tags.close in template)
+        return next((found for found in possible if found.thoughts), traits)
 
     def _shows(self, *turns: Turn) -> str:
         """Return the prompt of some turns; "" if the template rejects them or leaves out a text or a call."""
@@ -209,13 +213,20 @@ class ChatTemplate:
         known = self._takes(*before, "developer")
         return bool(known) and self._takes(*before, "stranger").replace("stranger", "developer") != known
 
-    def _knows_thoughts(self, tags: ThoughtTags) -> bool:
-        """Whether it renders the thought before a call, or removes thoughts from earlier answers."""
-        asked, called, came = _called(Traits(short_ids=True))
-        if "-mused-" in self._tried_with(asked, {**called, "reasoning_content": "-mused-"}, came):
-            return True
+    def _with_thoughts(self, traits: Traits, tags: ThoughtTags) -> Traits:
+        """Return the traits with the tags if it renders the thought before a call, or removes those of earlier answers.
+
+        Some templates render the parts of a content as they are: then they do not look for thoughts in it.
+        """
+        known, (asked, called, came) = replace(traits, thoughts=tags), _called(Traits(short_ids=True))
+        for name, shown in (("reasoning_content", ""), ("thinking", ""), ("content", tags.opens)):
+            form = replace(known, thoughts_in=name)
+            if f"{shown}-mused-" in self._tried_with(
+                asked, _formed({**called, "reasoning_content": "-mused-"}, form), came
+            ):
+                return form
         past = self._tried_with(asked, {"role": "assistant", "content": f"{tags.opens}-mused-{tags.close}said"}, asked)
-        return "said" in past and "-mused-" not in past
+        return known if "said" in past and "-mused-" not in past else traits
 
     def _with_calls_taken(self, traits: Traits) -> Traits:
         """Return the traits with the form of calls that the template accepts, if it accepts any."""
@@ -248,7 +259,7 @@ def _called(traits: Traits, *names: str) -> list[Turn]:
         {"role": "assistant", "content": "", "tool_calls": calls},
         *({"role": "tool", "content": f"seen-{i}", "tool_call_id": i, "name": name} for name, i in ids.items()),
     ]
-    return [_with_calls(turn, traits) for turn in turns]
+    return [_formed(turn, traits) for turn in turns]
 
 
 def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -373,17 +384,23 @@ def plain(turns: Sequence[Turn]) -> list[Turn]:
     return alternating(told)
 
 
-def _with_calls(turn: Turn, traits: Traits) -> Turn:
-    """Return a turn with ids and arguments of its calls in the form that the template accepts."""
+def _formed(turn: Turn, traits: Traits) -> Turn:
+    """Return a turn whose calls (ids and arguments) and thought have the form that the template accepts."""
     changed = dict(turn)
     if traits.short_ids and "tool_call_id" in turn:
         changed["tool_call_id"] = _short(turn["tool_call_id"])
     if calls := turn.get("tool_calls"):
-        changed["tool_calls"] = [_formed(call, traits) for call in calls]
+        changed["tool_calls"] = [_formed_call(call, traits) for call in calls]
+    if "reasoning_content" in turn:
+        thought = changed.pop("reasoning_content")
+        if traits.thoughts_in == "content":
+            text = [{"type": "text", "text": turn["content"]}] if turn["content"] else []
+            thought = [{"type": "thinking", "thinking": thought}, *text]
+        changed[traits.thoughts_in] = thought
     return changed
 
 
-def _formed(call: Mapping[str, Any], traits: Traits) -> dict[str, Any]:
+def _formed_call(call: Mapping[str, Any], traits: Traits) -> dict[str, Any]:
     function, formed = call["function"], dict(call)
     if traits.short_ids:
         formed["id"] = _short(call["id"])

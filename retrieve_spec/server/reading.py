@@ -20,11 +20,14 @@ class ThoughtTags:
         The beginning and end of a thought.
     answers
         Texts that may precede an answer, in this order.
+    final
+        That of them which directly precedes an answer that is no call.
     """
 
     opens: str
     close: str
     answers: tuple[str, ...] = ()
+    final: str = ""
 
 
 THOUGHTS = (
@@ -36,6 +39,7 @@ THOUGHTS = (
     ThoughtTags(
         "<|channel|>analysis<|message|>", "<|end|>",
         ("<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
+        "<|channel|>final<|message|>",
     ),
 )  # fmt: skip
 
@@ -62,6 +66,12 @@ class Thinking:
     begun: ThoughtTags | None = None
     may_begin: ThoughtTags | None = None
 
+    @property
+    def final(self) -> str:
+        """Text between the thoughts and an answer that is no call."""
+        tags = self.begun or self.may_begin
+        return tags.final if tags else ""
+
 
 def thinking_after(prompt: str, known: ThoughtTags | None, said: str) -> Thinking:
     """Return the thought that may follow a prompt.
@@ -79,10 +89,11 @@ def thinking_after(prompt: str, known: ThoughtTags | None, said: str) -> Thinkin
 NO_THOUGHTS = Thinking()
 
 
-def after_thoughts(grammar: str, thinking: Thinking, mark: Callable[[str], str]) -> str:
+def after_thoughts(grammar: str, thinking: Thinking, mark: Callable[[str], str], before: str = "") -> str:
     """Return a grammar of llguidance (JSON, or Lark's notation) that begins after the thoughts.
 
-    ``mark`` writes a text in the grammar's notation, control tokens as tokens.
+    ``mark`` writes a text in the grammar's notation, control tokens as tokens; ``before`` is a text that the grammar's
+    answers must follow.
     """
     tags = thinking.begun or thinking.may_begin
     if tags is None:
@@ -93,7 +104,7 @@ def after_thoughts(grammar: str, thinking: Thinking, mark: Callable[[str], str])
     is_token = close.startswith("<[")  # a special token without text
     thought = f"thought: /(?s:.*)/ {close}" if is_token else f"thought[suffix={close}]: /(?s:.*)/"
     begins = f"{mark(tags.opens)} thought" if thinking.begun is None else "thought"
-    start = f"start: ({begins} /[ \\n]{{0,4}}/ {answers}){'?' if thinking.begun is None else ''} @answer"
+    start = f"start: ({begins} /[ \\n]{{0,4}}/ {answers}){'?' if thinking.begun is None else ''} {mark(before)} @answer"
     lark = "\n".join(["%llguidance {}", start, thought])
     return json.dumps({"grammars": [{"lark_grammar": lark}, {**answer, "name": "answer"}, *parts]})
 

@@ -344,7 +344,8 @@ class Grammars:
             return ""
         vocabulary = self._read_vocabulary(name)
         grammar = json_grammar(_sayable(schema, name, request.left_out), **LENIENT)
-        return self._valid(after_thoughts(grammar, thinking, self._mark), name, vocabulary, request.left_out)
+        grammar = after_thoughts(grammar, thinking, self._mark, thinking.final)
+        return self._valid(grammar, name, vocabulary, request.left_out)
 
     def of_calls(
         self,
@@ -371,7 +372,7 @@ class Grammars:
         if otherwise is not None:
             otherwise = _sayable(otherwise, "response_format", left_out)
             (answer,) = json.loads(json_grammar(otherwise, **LENIENT))["grammars"]
-            either = {"lark_grammar": "%llguidance {}\nstart: @calls | @json"}
+            either = {"lark_grammar": f"%llguidance {{}}\nstart: @calls | {self._mark(thinking.final)} @json"}
             named = [{"name": "calls", "lark_grammar": grammar}, {**answer, "name": "json"}]
             grammar = json.dumps({"grammars": [either, *named]})
         return self._valid(after_thoughts(grammar, thinking, self._mark), "tools", vocabulary, left_out)

@@ -111,6 +111,36 @@ GEMMA = r"""{%- if messages[0].role == "system" %}{{- raise_exception("System ro
 {%- if add_generation_prompt %}{{- "<start_of_turn>model\n" }}{%- endif %}"""
 """No system, no tools."""
 
+GPT_OSS = r"""{%- if tools %}{{- "<|start|>system<|message|>namespace functions: " + (tools | tojson) }}
+{{- "<|end|>" }}{%- endif %}{%- for message in messages %}
+{%- if message.role == "assistant" and message.tool_calls %}
+{%- if message.thinking %}{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
+{%- endif %}{%- for call in message.tool_calls %}
+{{- "<|start|>assistant to=functions." + call.function.name + "<|channel|>commentary json<|message|>" }}
+{{- call.function.arguments | tojson }}{{- "<|call|>" }}{%- endfor %}
+{%- elif message.role == "assistant" %}{%- if "<|channel|>" in message.content %}
+{{- raise_exception("You have passed a message containing <|channel|> tags in the content field.") }}{%- endif %}
+{{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|end|>" }}
+{%- elif message.role == "tool" %}
+{{- "<|start|>functions to=assistant<|channel|>commentary<|message|>" + message.content + "<|end|>" }}
+{%- else %}{{- "<|start|>" + message.role + "<|message|>" + message.content + "<|end|>" }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|start|>assistant" }}{%- endif %}"""
+"""Everything stands in a channel; thoughts are in a field of another name."""
+
+MINISTRAL = r"""{%- if tools %}{{- "[AVAILABLE_TOOLS]" + (tools | tojson) + "[/AVAILABLE_TOOLS]" }}{%- endif %}
+{%- for message in messages %}
+{%- if message.role == "user" %}{{- "[INST]" + message.content + "[/INST]" }}
+{%- elif message.role == "assistant" %}
+{%- if message.content is string %}{{- message.content }}
+{%- else %}{%- for block in message.content %}
+{%- if block.type == "text" %}{{- block.text }}
+{%- elif block.type == "thinking" %}{{- "[THINK]" + block.thinking + "[/THINK]" }}{%- endif %}{%- endfor %}{%- endif %}
+{%- for call in message.tool_calls or [] %}
+{{- "[TOOL_CALLS]" + call.function.name + "[ARGS]" + (call.function.arguments | tojson) }}{%- endfor %}{{- "</s>" }}
+{%- elif message.role == "tool" %}{{- "[TOOL_RESULTS]" + message.content + "[/TOOL_RESULTS]" }}
+{%- else %}{{- "[SYSTEM_PROMPT]" + message.content + "[/SYSTEM_PROMPT]" }}{%- endif %}{%- endfor %}"""
+"""Thoughts are parts of the content."""
+
 FAMILIES = {
     "qwen2.5": QWEN25, "qwen3": QWEN3, "qwen3.5": QWEN35, "llama3": LLAMA3, "mistral": MISTRAL, "gemma": GEMMA,
     "chatml": CHATML, "none": None,

@@ -5,7 +5,7 @@ import json
 import random
 
 import pytest
-from templates import FAMILIES, HERMES
+from templates import FAMILIES, GPT_OSS, HERMES, MINISTRAL
 
 USER = {"role": "user", "content": "Go on."}
 CHAT, MESSAGES, RESPONSES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"
@@ -116,8 +116,17 @@ def test_every_item_is_read_or_told_of(served):
         assert read in prompt and "Go on." in prompt, (history, prompt)
 
 
-def test_thoughts_of_the_past_reach_templates_that_show_them(served, templated):
-    templated.chat_template = FAMILIES["qwen3"]
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        (FAMILIES["qwen3"], "<think>\nI muse\n</think>\n\n<tool_call>"),
+        (GPT_OSS, "<|channel|>analysis<|message|>I muse<|end|><|start|>assistant to=functions.f"),
+        (MINISTRAL, "[THINK]I muse[/THINK][TOOL_CALLS]f"),
+    ],
+    ids=["qwen3", "gpt-oss", "ministral"],
+)
+def test_thoughts_of_the_past_reach_templates_that_show_them(served, templated, template, shown):
+    templated.chat_template = template
     server = served("said")
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
     use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
@@ -130,7 +139,10 @@ def test_thoughts_of_the_past_reach_templates_that_show_them(served, templated):
     ):
         assert server.post(path, asked(path, history)).status_code == 200
         prompt = server.service.codec.decode(server.backend.prompts[-1])
-        assert "<think>\nI muse\n</think>\n\n<tool_call>" in prompt, (history, prompt)
+        assert shown in prompt, (history, prompt)
+    said = {"role": "assistant", "content": "Text.", "reasoning_content": "I muse"}
+    assert server.post(CHAT, asked(CHAT, [said])).status_code == 200
+    assert "Text." in server.service.codec.decode(server.backend.prompts[-1])
 
 
 def test_a_thought_without_an_answer_belongs_to_no_later_one(served, templated):

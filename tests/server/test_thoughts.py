@@ -4,7 +4,7 @@ import copy
 import json
 
 import pytest
-from templates import FAMILIES, TOOLS, is_right
+from templates import FAMILIES, GPT_OSS, TOOLS, is_right
 
 from retrieve_spec.server.call_formats import HERMES, find_tool_format
 from retrieve_spec.server.reading import THOUGHTS, AnswerReader, Thought
@@ -167,7 +167,7 @@ def grammars(request, tokenizer):
     llguidance = pytest.importorskip("llguidance", reason="pip install 'retrieve-spec[json]'")
     own = copy.deepcopy(tokenizer)
     if request.param:
-        own.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+        own.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>", "<|channel|>", "<|message|>", "<|end|>"])
     vocabulary = pytest.importorskip("llguidance.hf").from_tokenizer(own)
 
     def lets_through(grammar, text):
@@ -195,6 +195,25 @@ def test_what_is_required_follows_the_thought(grammars, live, say, monkeypatch):
             grammar = server.done[-1][0].sampling.grammar
             assert [text for text in [*thoughts, *none] if lets_through(grammar, text + answer)] == thoughts
             assert not lets_through(grammar, thoughts[0] + "no")
+
+
+def test_json_stands_in_the_final_channel(grammars, live, say):
+    own, lets_through = grammars
+    own.chat_template = GPT_OSS
+    server, thought = live(say("x"), own), "<|channel|>analysis<|message|>Hm {<|end|><|start|>assistant"
+    final, call = '<|channel|>final<|message|>{"a": 1}', "<|channel|>commentary to=functions.add <|constrain|>json"
+    call += '<|message|>{"a": 1, "b": true}'
+    wanted, tools = {"response_format": {"type": "json_object"}}, {"tools": TOOLS}
+    for fields, right in (
+        (wanted, [final]),
+        ({**tools, "tool_choice": "required"}, [call]),
+        ({**wanted, **tools}, [final, call]),
+    ):
+        server.post("/v1/chat/completions", {"messages": [USER], **fields})
+        grammar = server.done[-1][0].sampling.grammar
+        for answer in (final, call, '{"a": 1}'):
+            for before in ("", thought):
+                assert lets_through(grammar, before + answer) == (answer in right), (fields, before, answer)
 
 
 def test_a_required_call_follows_a_thought_with_drafts_and_without(reference_live, monkeypatch):
