@@ -89,7 +89,7 @@ _MODES: dict[str, str] = {
     "synced_gpus": "GPUs generate in step (synced_gpus)",
     "negative_prompt_ids": "a negative prompt needs a second model call per token",
 }
-_SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
+SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_beams": ((1,), "beams are searched"),
     "prompt_lookup_num_tokens": ((), "transformers' prompt lookup drafts"),
     "penalty_alpha": ((), "contrastive search decodes"),
@@ -126,7 +126,7 @@ def _decodes_in_another_mode(call: Call) -> str:
 
 
 def _has_another_setting(call: Call) -> str:
-    for name, (here, reason) in _SETTINGS.items():
+    for name, (here, reason) in SETTINGS.items():
         value = call.setting(name)
         if value is not None and value not in here:
             return reason

@@ -47,10 +47,10 @@ class Templates:
         generate
             The model's original `generate`.
         arguments
-            Its arguments: `input_ids`, the cache, `max_new_tokens`, perhaps `logits_processor`, and options whose
-            `repr` tells their value.
+            Its arguments: `input_ids`, an `attention_mask` that hides none of them, the cache, `max_new_tokens`,
+            perhaps `logits_processor`, and options whose `repr` tells their value.
         """
-        own = ("input_ids", self._cache_name, "max_new_tokens", "logits_processor")
+        own = ("input_ids", "attention_mask", self._cache_name, "max_new_tokens", "logits_processor")
         key = repr(sorted((name, value) for name, value in arguments.items() if name not in own))
         if key not in self._known:
             if len(self._known) >= _MOST:

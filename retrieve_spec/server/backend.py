@@ -296,6 +296,7 @@ class Backend:
         ids = torch.tensor([list(prompt_ids)], dtype=torch.long, device=self.model.device)
         arguments: dict[str, Any] = {
             "tokenizer": self.tokenizer,
+            "attention_mask": torch.ones_like(ids),  # else `generate` takes padding tokens in a text for padding
             self._cache_name: cache,
             "max_new_tokens": max_tokens,
             **sampling.generate_kwargs(self._infill, self._guides(sampling, len(prompt_ids))),

@@ -29,7 +29,7 @@ from retrieve_spec.server.early import EarlyListener, listen
 from retrieve_spec.server.editors import display_name
 from retrieve_spec.server.guard import Metrics, check_binding, read_keys
 from retrieve_spec.server.models import Model, Models, named
-from retrieve_spec.server.sampling import InfillProcessor
+from retrieve_spec.server.sampling import InfillProcessor, of_one_text
 from retrieve_spec.server.service import Service
 from retrieve_spec.server.workspace import Workspace
 from retrieve_spec.sources.answers import unpacked
@@ -97,6 +97,7 @@ def assemble(
 ) -> Service:
     """Build the service of a loaded model; parameters as for `build_service` and `Service`."""
     given = [open_datastore(store, tokenizer=tokenizer) for store in sources.stores]
+    model.generation_config = of_one_text(model.generation_config)
     progress("making the model's passes ready; the first start on a machine compiles their kernels")
     accelerate(model, tokenizer, datastores=given, session=sources.session or False)
     drafters = model.speculation.drafters

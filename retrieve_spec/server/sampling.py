@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from retrieve_spec.errors import ConfigError
+from retrieve_spec.generation.delegation import SETTINGS
 from retrieve_spec.sampling.acceptance import PassLogits, RowText, Sampler
 from retrieve_spec.sampling.guides import EXTRA, GrammarProcessor, check_grammar, json_grammar, read_vocabulary
 from retrieve_spec.sampling.samplers import LogProbSampler
@@ -24,6 +27,8 @@ from retrieve_spec.server.tools import LENIENT, calls_grammar
 
 if TYPE_CHECKING:
     from retrieve_spec.server.schemas import Common
+
+log = logging.getLogger("retrieve_spec.server")
 
 DEFAULT_CHAIN = ("top_k", "top_p", "min_p", "temperature")
 SamplerName = Literal[
@@ -118,6 +123,19 @@ def sampling_of(config: Any) -> Sampling:
     temperature = 1.0 if config.temperature is None else config.temperature
     top_p = 1.0 if config.top_p is None else config.top_p
     return Sampling(temperature, config.top_k or 0, top_p, config.min_p or 0.0, repetition=repetition)
+
+
+def of_one_text(config: Any) -> Any:
+    """Return a model's `generation_config` for texts that a server decodes one by one, over its own caches.
+
+    Beams, several texts, other caches and other ways of drafting are left out; the log names them.
+    """
+    own, settings = copy.deepcopy(config), {**SETTINGS, "num_return_sequences": ((1,), "")}
+    for name, (here, _) in settings.items():
+        if getattr(own, name, None) not in (None, *here):
+            log.warning("left out of the model's generation_config: %s", name)
+        setattr(own, name, None)
+    return own
 
 
 def infill_survivors(

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from live import Live
 from transformers import GenerationConfig
 
 from retrieve_spec.config import ServeConfig
@@ -83,28 +84,49 @@ def test_a_chat_that_does_not_say_samples_as_the_model_is_meant_to(live, say, pa
     assert replace(sampling, seed=0) == chosen
 
 
-def test_only_chats_that_do_not_say_have_the_models_own_repetition_penalty(live):
-    """`generate` would take it for every text: at a cursor it forbids the names of the file."""
+@pytest.fixture(scope="module")
+def odd():
+    """A server of the bundled model with an unusual generation config, and what plain `generate` makes of a prompt."""
     model, tokenizer = load_model("reference")
     plain, _ = load_model("reference")
-    model.generation_config.repetition_penalty = 1.5
+    ways = {"num_beams": 3, "use_cache": False, "cache_implementation": "static", "prompt_lookup_num_tokens": 3}
+    odd = {"repetition_penalty": 1.5, "pad_token_id": tokenizer(PROMPT).input_ids[1], "num_return_sequences": 2}
+    for name, value in {**ways, **odd, "token_healing": True, "penalty_alpha": 0.6}.items():
+        setattr(model.generation_config, name, value)
     service = assemble(model, tokenizer, "reference", ServeConfig())
-    server, prompt = live(service.backend, service=service), "x = [1, 1, 1, 1, 1, 1,"
 
     def generated(penalty):
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        said = plain.generate(ids, do_sample=False, max_new_tokens=9, repetition_penalty=penalty)
-        return tokenizer.decode(said[0, ids.shape[1] :])
+        given = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+        said = plain.generate(**given, do_sample=False, max_new_tokens=9, repetition_penalty=penalty)
+        return tokenizer.decode(said[0, given.input_ids.shape[1] :])
 
-    def completed(path, **fields):
-        (choice,) = server.post(path, {"max_tokens": 9, **fields}).json()["choices"]
-        return choice.get("text") or choice["message"]["content"]
+    server = Live(service.backend, tokenizer, service=service)
+    yield server, generated
+    server.stop()
 
-    assert completed("/v1/completions", prompt=prompt) == generated(1.0) != generated(1.5)
-    assert completed("/v1/completions", prompt=prompt, repetition_penalty=1.5) == generated(1.5)
+
+PROMPT = "x = [1, 1, 1, 1, 1, 1,"
+
+
+def completed(server, path, **fields):
+    (choice,) = server.post(path, {"max_tokens": 9, **fields}).json()["choices"]
+    return choice.get("text") or choice["message"]["content"]
+
+
+def test_texts_are_decoded_one_by_one_and_all_their_tokens_are_text(odd):
+    server, generated = odd
+    for _ in range(2):
+        assert completed(server, "/v1/completions", prompt=PROMPT) == generated(1.0)
+
+
+def test_only_chats_that_do_not_say_have_the_models_own_repetition_penalty(odd):
+    """`generate` would take it for every text: at a cursor it forbids the names of the file."""
+    server, generated = odd
+    assert completed(server, "/v1/completions", prompt=PROMPT) == generated(1.0) != generated(1.5)
+    assert completed(server, "/v1/completions", prompt=PROMPT, repetition_penalty=1.5) == generated(1.5)
     chat = "/v1/chat/completions"
     own, without, greedy = (
-        completed(chat, messages=[{"role": "user", "content": prompt}], **fields)
+        completed(server, chat, messages=[{"role": "user", "content": PROMPT}], **fields)
         for fields in ({}, {"repetition_penalty": 1}, {"temperature": 0})
     )
     assert own != without == greedy
