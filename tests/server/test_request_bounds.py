@@ -154,4 +154,4 @@ def test_of_many_wrong_items_only_the_first_is_looked_at(schema, name, of):
     """A small body can hold ten thousands, and a list of their errors takes a fifth of a second of everybody's time."""
     with pytest.raises(ValidationError) as caught:
         schema.model_validate({"input_prefix": "", "input_suffix": "", name: of([{"text": 1}] * 1000)})
-    assert caught.value.error_count() <= 3
+    assert caught.value.error_count() <= 4  # one for each type that a prompt may have
