@@ -195,69 +195,67 @@ _SMALL = 64 << 10
 """Bytes of a small body: parsed on the event loop, and not counted in the limit of all bodies."""
 
 
-class _BoundedRequest(Request):
-    """A request with a limited body, which is parsed as JSON whatever its content type."""
+async def _read(request: Request, schema: type[BaseModel]) -> BaseModel:
+    """Read and validate a body, which is JSON whatever its content type; a large one in a thread.
 
-    schema: type[BaseModel]
-    _read = b""
+    Raises
+    ------
+    Refusal
+        400: it is invalid; and those of `_bytes`.
+    """
+    request.state.arrived = monotonic()
+    given = await _bytes(request)
+    body = _checked(given, schema) if len(given) < _SMALL else await asyncio.to_thread(_checked, given, schema)
+    request.state.model = getattr(body, "model", None)
+    return body
 
-    @property
-    def headers(self) -> Headers:
-        """The headers, with the content type that FastAPI expects."""
-        return Headers(raw=[(b"content-type", b"application/json"), *super().headers.raw])
 
-    async def body(self) -> bytes:
-        """Read the body within the limits of bytes and time; an empty body is returned as a blank, which is no JSON.
+async def _bytes(request: Request) -> bytes:
+    """Read a body within the limits of bytes and time.
 
-        If it is too large, some more of it is read and dropped, because a client that is still sending when the
-        connection closes does not see the answer.
+    If it is too large, some more of it is read and dropped, because a client that is still sending when the connection
+    closes does not see the answer.
 
-        Raises
-        ------
-        Refusal
-            413: too large; 408: too slow; 503: too many large bodies at once; 499: the client disconnected.
-        """
-        state, parts = self.app.state, list[bytes]()
-        limit, seconds = state.models.config.max_body_bytes, state.models.config.body_s
-        size = held = 0
-        try:
-            async with asyncio.timeout(seconds):
-                async for part in self.stream():
-                    size += len(part)
-                    if size > limit + _DRAINED:
-                        break
-                    if size > limit:
-                        parts.clear()
-                        continue
-                    if size > _SMALL:
-                        if len(part) > state.room:
-                            raise Refusal(503, "too many large requests are being read", "overloaded")
-                        state.room -= len(part)
-                        held += len(part)
-                    parts.append(part)
-        except TimeoutError:
-            raise Refusal(408, f"the body did not come within {seconds:g} seconds", "timeout") from None
-        except ClientDisconnect:
-            raise Refusal(499, "the client closed the connection", "cancelled") from None
-        finally:
-            state.room += held
-        if size > limit:
-            raise Refusal(413, f"the body has more than {limit} bytes")
-        self._read = b"".join(parts) or b" "
-        return self._read
+    Raises
+    ------
+    Refusal
+        413: too large; 408: too slow; 503: too many large bodies at once; 499: the client disconnected.
+    """
+    state, parts = request.app.state, list[bytes]()
+    limit, seconds = state.models.config.max_body_bytes, state.models.config.body_s
+    size = held = 0
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit + _DRAINED:
+                    break
+                if size > limit:
+                    parts.clear()
+                    continue
+                if size > _SMALL:
+                    if len(part) > state.room:
+                        raise Refusal(503, "too many large requests are being read", "overloaded")
+                    state.room -= len(part)
+                    held += len(part)
+                parts.append(part)
+    except TimeoutError:
+        raise Refusal(408, f"the body did not come within {seconds:g} seconds", "timeout") from None
+    except ClientDisconnect:
+        raise Refusal(499, "the client closed the connection", "cancelled") from None
+    finally:
+        state.room += held
+    if size > limit:
+        raise Refusal(413, f"the body has more than {limit} bytes")
+    return b"".join(parts)
 
-    async def json(self) -> BaseModel:
-        """Parse and validate the body; a large one in a thread."""
-        body = self._checked() if len(self._read) < _SMALL else await asyncio.to_thread(self._checked)
-        self.state.model = getattr(body, "model", None)
-        return body
 
-    def _checked(self) -> BaseModel:
-        try:
-            fields = pydantic_core.from_json(self._read, allow_inf_nan=False)
-        except ValueError:
-            fields = _repaired(self._read)
-        return checked(self.schema, fields)
+def _checked(given: bytes, schema: type[BaseModel]) -> BaseModel:
+    try:
+        fields = pydantic_core.from_json(given, allow_inf_nan=False)
+    except ValueError:
+        fields = _repaired(given)
+    return checked(schema, fields)
 
 
 _ESCAPE = re.compile(
@@ -290,20 +288,29 @@ def _repaired(body: bytes) -> Any:
 
 
 class BoundedRoute(APIRoute):
-    """A route with the body limits of the server's configuration."""
+    """A route with the body limits of the server's configuration.
+
+    FastAPI describes it, but does not call its endpoint, which saves a third of the time of handling a small request.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler of requests."""
-        answer, field = super().get_route_handler(), self.body_field
+        endpoint, wanted, field = self.endpoint, self.dependant, self.body_field
+        dependencies: list[tuple[Any, Any]] = [(each.name, each.call) for each in wanted.dependencies]
 
         async def read_and_answer(request: Request) -> Response:
-            if field is not None:
-                request = _BoundedRequest(request.scope, request.receive)
-                request.schema, request.state.arrived = field.field_info.annotation, monotonic()  # type: ignore[assignment]
+            given = dict(request.path_params)
+            if wanted.request_param_name is not None:
+                given[wanted.request_param_name] = request
             try:
-                return await answer(request)
+                if field is not None:
+                    given[field.name] = await _read(request, field.field_info.annotation)  # type: ignore[arg-type]
+                for name, find in dependencies:
+                    given[name] = await find(request)
+                answer: Response = await endpoint(**given)
             except asyncio.CancelledError:  # a stopping server cancels late requests
                 return Refusal(503, "the server is stopping", "overloaded").response(request.url.path)
+            return answer
 
         return read_and_answer
 

@@ -226,7 +226,7 @@ class Models:
                 model.service.close()
 
 
-async def _known(request: Request) -> Models:  # async, since FastAPI runs plain functions in a thread
+async def _known(request: Request) -> Models:
     models: Models = request.app.state.models
     return models
 
@@ -235,7 +235,8 @@ Known = Annotated[Models, Depends(_known)]
 """Dependency of handlers about all models."""
 
 
-async def _meant(request: Request, models: Known) -> Service:
+async def _meant(request: Request) -> Service:
+    models = await _known(request)
     named = getattr(request.state, "model", None) or request.query_params.get("model")
     return await models.service(models.find(named))
 
