@@ -1,6 +1,11 @@
 """A model that engines of these tests serve, whose next token is a function of the text; and texts of no model."""
 
 import numpy as np
+from number_tokens import number_tokenizer
+
+from retrieve_spec.datastore.build import create_datastore
+from retrieve_spec.datastore.distilled import add_distilled
+from retrieve_spec.datastore.observations import Observations
 
 
 def says(text):
@@ -29,3 +34,12 @@ def repeating_texts(rng, rows, length):
         made[row] = rng.integers(0, int(rng.integers(2, 8)), length) + 100 * row
         made[row, length // 2 : length // 2 + 30] = made[row, 10:40]
     return made
+
+
+def distilled_store(folder, texts, top_ids):
+    """A store without documents, and a table of which (tokens, 2) are most probable after each token of some texts."""
+    create_datastore(folder, number_tokenizer())
+    probs = np.tile(np.array([0.75, 0.125], np.float16), (len(top_ids), 1))
+    lengths, ids = np.array([len(text) for text in texts]), np.concatenate(texts).astype(np.int32)
+    add_distilled(Observations(ids, lengths, top_ids.astype(np.int32), probs), 1 << 12, folder, "model:1")
+    return folder

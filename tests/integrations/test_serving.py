@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_up_model import repeating_texts
+from made_up_model import distilled_store, repeating_texts
 
 from retrieve_spec.bench.replay import walk
 from retrieve_spec.config import SpeculationConfig
+from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
@@ -76,13 +77,13 @@ def same(one, other):
 class Twins:
     """The naive way: a drafter for each row, asked one after another, which share what a `ServingDrafter` shares."""
 
-    def __init__(self, session=None):
+    def __init__(self, session=None, stores=()):
         self.calibration = Calibration()
-        self.session = session
+        self.session, self.stores = session, stores
         self.drafters, self.trees = {}, {}
 
     def start(self, name, prompt, prediction=None):
-        shared = {"session": self.session, "calibration": self.calibration}
+        shared = {"session": self.session, "datastores": self.stores, "calibration": self.calibration}
         self.drafters[name] = MixtureDrafter(CONFIG, recycling=False, **shared)
         self.drafters[name].start(prompt, prediction)
 
@@ -101,13 +102,23 @@ def test_a_program_of_its_own(program):
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
 
 
-@settings(max_examples=12)
-@given(st.integers(0, 10**6), st.integers(1, 5), st.booleans(), st.booleans())
-def test_drafts_are_those_of_a_mixture_drafter_for_each_row(seed, rows, predicted, remembers):
+@pytest.fixture(scope="module")
+def distilled(tmp_path_factory):
+    """A store with a table of what a model says after the tokens of such texts."""
+    rng = np.random.default_rng(0)
+    said = rng.integers(0, 8, (2, 5, 400, 2)) + 100 * np.arange(5)[:, None, None]
+    folder = distilled_store(tmp_path_factory.mktemp("store"), list(said[0, ..., 0]), said[1].reshape(-1, 2))
+    return open_datastore(folder)
+
+
+@settings(max_examples=16)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.booleans(), st.booleans(), st.booleans())
+def test_drafts_are_those_of_a_mixture_drafter_for_each_row(distilled, seed, rows, predicted, remembers, distils):
     rng = np.random.default_rng(seed)
     written = texts(seed, rows)
-    serving = ServingDrafter(CONFIG.with_options(session=remembers, session_tokens=500))
-    twins = Twins(SessionMemory(500) if remembers else None)
+    stores = [distilled] if distils else []
+    serving = ServingDrafter(CONFIG.with_options(session=remembers, session_tokens=500), datastores=stores)
+    twins = Twins(SessionMemory(500) if remembers else None, stores)
     names = [f"r{i}" for i in range(rows)]
     for _ in range(2):  # a second request of each goes on with what the first ones learned
         at = {name: int(rng.integers(1, 30)) for name in names}
@@ -120,7 +131,7 @@ def test_drafts_are_those_of_a_mixture_drafter_for_each_row(seed, rows, predicte
             assert all(map(same, trees, twins.draft(names, 24, 12)))
             for name, text, tree in zip(names, written, trees, strict=True):
                 tree.validate()
-                assert remembers or predicted or set(tree.token_ids.tolist()) <= set(text.tolist())
+                assert distils or remembers or predicted or set(tree.token_ids.tolist()) <= set(text.tolist())
                 accepted = len(walk(tree, text[at[name] :]))
                 emitted = text[at[name] : at[name] + accepted + 1]
                 assert serving.feed(name, emitted) == accepted

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from made_up_model import asked, plain, says
+from made_up_model import asked, distilled_store, plain, says
 
 from retrieve_spec.errors import ConfigError, StoreNotFoundError
 from retrieve_spec.integrations import hosted, vllm
@@ -145,6 +145,17 @@ def test_tokens_that_are_taken_back():
     assert runner.write("a") == plain(list(range(9)) * 3)
     assert runner.drafter.statistics()["failures"] == 0
     assert not len(runner.drafter.drafter.session), "they are nobody's answer"
+
+
+def test_a_distilled_store_is_drafted_from_before_a_text_has_shown_anything(tmp_path, monkeypatch):
+    """The model's own top tokens, which engines that hold the model cannot be asked for."""
+    said = np.array(plain([60], 8))
+    store = distilled_store(tmp_path / "store", [said[:-1]], np.stack([said[1:], np.full(8, 99)], 1))
+    monkeypatch.setattr(vllm, "_tokenizer_of", lambda config: None)
+    runner = Runner({"datastores": str(store)}, most=4)
+    runner.add("a", [60])
+    assert runner.step(["a"]) == [plain([60])[2:6]]
+    assert runner.write("a") == plain([60])
 
 
 def test_wishes_of_requests(caplog):
