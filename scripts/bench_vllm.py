@@ -6,9 +6,10 @@ request begins; steps are counted in which as many are under way as are to be, a
 processor time, and what `propose` takes of that. All methods write the same texts: above temperature 0 those that
 vLLM has sampled without drafts, put in place of what its sampler says when that has done its work (by chance one
 method's texts would else repeat themselves more than another's); a draft is right as often as when rejection sampling
-decides. Prompts are pieces of this repository's files (of `--prompts-from`), each asked once, `--prompts` in a round;
-`--method NAME[:TOKENS]` names methods, `store` needs `--datastore`. Run it where vLLM is installed (docs/vllm.md);
-suffix decoding is left out where its package cannot be built.
+decides. Prompts are pieces of this repository's files (of `--prompts-from`), or with `--questions` the first turns of
+what `bench run --prompts` takes, whose answers end where the model ends them; each is asked once, `--prompts` in a
+round. `--method NAME[:TOKENS]` names methods, `store` needs `--datastore`. Run it where vLLM is installed
+(docs/vllm.md); suffix decoding is left out where its package cannot be built.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from harness import ROOT
 
 sys.path.insert(1, str(ROOT / "tools" / "compare"))
 from sources import Skipped, arctic_folder
+
+from retrieve_spec.bench.workloads import encode, read_prompts
 
 FOLDERS = [ROOT / "retrieve_spec", ROOT / "tests", ROOT / "scripts"]
 METHODS = {"none": 0, "ngram": 8, "suffix": 16, "ours": 16, "store": 16}
@@ -199,13 +202,16 @@ def figures(rounds: list[Any]) -> dict[str, Any]:
 
 
 def prompts_of(args: argparse.Namespace) -> Iterator[list[int]]:
-    """Pieces of Python files, each once: suffix decoding remembers what it has answered."""
+    """Questions or pieces of Python files, each once: suffix decoding remembers what it has answered."""
     from transformers import AutoTokenizer
 
     tokenizer, length = AutoTokenizer.from_pretrained(args.model), args.prompt_tokens
-    files = [path for folder in args.prompts_from for path in sorted(folder.rglob("*.py"))]
-    texts = [tokenizer.encode(path.read_text(), verbose=False) for path in files]
-    pieces = [text[at : at + length] for text in texts for at in range(0, len(text) - length, length)]
+    if args.questions:
+        pieces = [encode(tokenizer, question, ())[0].tolist() for question in read_prompts(args.questions)]
+    else:
+        files = [path for folder in args.prompts_from for path in sorted(folder.rglob("*.py"))]
+        texts = [tokenizer.encode(path.read_text(), verbose=False) for path in files]
+        pieces = [text[at : at + length] for text in texts for at in range(0, len(text) - length, length)]
     random.Random(0).shuffle(pieces)
     yield from pieces
     sys.exit(f"{len(pieces)} prompts are too few: give more folders, or fewer --prompts or --rounds")
@@ -215,7 +221,7 @@ def table(engines: dict[str, Connection], args: argparse.Namespace) -> list[dict
     """A row for each temperature and number of requests at a time."""
     pieces, rows = prompts_of(args), []
     for temperature in args.temperature:
-        sampling = {"temperature": temperature, "max_tokens": args.new_tokens, "ignore_eos": True}
+        sampling = {"temperature": temperature, "max_tokens": args.new_tokens, "ignore_eos": not args.questions}
         for at_once in args.concurrency:
             rounds: dict[str, list[Any]] = {name: [] for name in engines}
             for turn in range(args.rounds + 1):
@@ -270,7 +276,8 @@ def main() -> None:
     """Measure and print."""
     sizes = {"prompts": 16, "prompt_tokens": 600, "new_tokens": 128, "rounds": 3, "threads": 1}
     what = {"model": str(ROOT / "retrieve_spec" / "reference"), "method": list(METHODS), "datastore": ""}
-    harness.run(measure, __doc__, **what, concurrency=[1, 4, 16], temperature=[0.0, 0.7], prompts_from=FOLDERS, **sizes)
+    asked = {"prompts_from": FOLDERS, "questions": ""}
+    harness.run(measure, __doc__, **what, concurrency=[1, 4, 16], temperature=[0.0, 0.7], **asked, **sizes)
 
 
 if __name__ == "__main__":
