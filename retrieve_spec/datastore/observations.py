@@ -1,4 +1,4 @@
-"""A model's next-token probabilities after contexts of one to three tokens, averaged over texts."""
+"""A model's next-token probabilities after contexts of one to three tokens and skip-grams, averaged over texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.recycling import ORDERS, context_keys
+from retrieve_spec.kernels.recycling import CONTEXTS, ORDERS, context_keys
 
 BACKOFF = 2.0
 """Weight, in observations, of the shorter context in smoothing; this one maximises held-out likelihood."""
@@ -71,21 +71,21 @@ class Contexts:
 
 
 def averaged(observations: Observations) -> Contexts:
-    """Average the observations after each context of one to three tokens.
+    """Average the observations after each context of one to three tokens, and after each skip-gram.
 
-    A rare context is smoothed towards its suffix, as in interpolated n-gram models (Chen & Goodman 1999), but with the
-    model's probabilities instead of counts.
+    A skip-gram is the last token but one, whatever followed it. A rare context is smoothed towards its suffix, as in
+    interpolated n-gram models (Chen & Goodman 1999), but with the model's probabilities instead of counts.
     """
     lengths = observations.lengths
     places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    keys = np.empty((ORDERS, len(places)), np.uint64)
+    keys = np.empty((CONTEXTS, len(places)), np.uint64)
     context_keys(observations.token_ids, places, keys)
     found: list[Contexts] = []
-    for order in range(ORDERS):
-        shorter = found[-1] if found else None
+    for order in range(CONTEXTS):
+        shorter = found[-1] if 0 < order < ORDERS else None
         observed = np.flatnonzero((keys[order] > 0) & (observations.top_ids[:, 0] >= 0))
         if not len(observed):  # no text is this long
-            break
+            continue
         of_order = keys[order][observed]
         known, first, counts = np.unique(of_order, return_index=True, return_counts=True)
         top_ids, probs = observations.top_ids[observed], observations.probs[observed].astype(np.float32)

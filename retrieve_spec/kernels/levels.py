@@ -129,7 +129,7 @@ def _has_contexts(kind: int) -> bool:
 def _recycling_level(source: Record, hashes: NDArray[np.uint64], order: int) -> tuple[int, int]:
     """Return (entry, order) of the longest context of at most ``order`` tokens; order -1 if there is none.
 
-    The skip-gram of a recycling table has order 0.
+    The skip-gram of what the target said has order 0.
     """
     sets = recycling_sets(source.recycling)
     while order > 0:
@@ -138,7 +138,7 @@ def _recycling_level(source: Record, hashes: NDArray[np.uint64], order: int) -> 
             return np.int64(e), np.int64(order)
         order -= 1
     e = -1
-    if order == 0 and source.kind == KIND_RECYCLING:
+    if order == 0 and source.kind != KIND_PHRASES:
         e = recycling.find(sets, hashes[1, recycling.ORDERS])
     return np.int64(e), np.int64(0 if e >= 0 else -1)
 

@@ -83,23 +83,24 @@ def _hash_contexts(tails: NDArray[np.int32], row: int, length: int, keys: NDArra
 
 @kernel
 def context_keys(tokens: NDArray[np.int32], places: NDArray[np.int64], keys: NDArray[np.uint64]) -> None:
-    """Write the hashes of the contexts of one, two, … tokens that end at each token.
+    """Write the hashes of the contexts that end at each token: of one, two, … tokens, and the skip-gram.
 
     Parameters
     ----------
     tokens, places
         (n,) int32 tokens of concatenated texts, and (n,) int64 indices of the tokens in their texts.
     keys
-        (ORDERS, n) uint64 output; 0 where a text has fewer tokens.
+        (CONTEXTS, n) uint64 output; 0 where a text has fewer tokens.
     """
     for i in range(len(tokens)):
         h = np.uint64(0)
-        for order in range(len(keys)):
+        for order in range(ORDERS):
             if order <= places[i]:
                 h = mix(h, tokens[i - order])
                 keys[order, i] = h
             else:
                 keys[order, i] = 0
+        keys[ORDERS, i] = skipping(tokens[i - 1]) if places[i] > 0 else np.uint64(0)
 
 
 @inner

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class DistilledTable:
-    """Contexts of one to three tokens → the target's top k next tokens with probabilities, read and never written.
+    """Contexts of one to three tokens, and skip-grams → the target's top k next tokens, read and never written.
 
     It has the layout of a recycling table (`retrieve_spec.sources.recycling`), and holds averages of the model's own
     top tokens over all that it wrote and read (`retrieve_spec.datastore.observations`).

@@ -82,6 +82,13 @@ def test_first_draft_of_a_text_is_what_the_model_was_asked(store):
     assert {SOURCE_NAMES[number] for number in tree.source} == {"distilled"}
 
 
+def test_after_a_token_that_was_never_met_the_one_before_it_says_what_may_follow(store):
+    store = keep(store, said(([5, 7], (30, 31)), ([5, 8], (30, 32))))
+    drafter = MixtureDrafter(datastores=[store])
+    drafter.start(np.array([5, 60], np.int32))
+    assert drafter.propose(Budget(1, 1)).token_ids.tolist() == [30]
+
+
 def test_what_the_model_says_comes_before_a_text_that_matches_as_many_tokens(store):
     store = keep(store, said(([7], (40, 9))))
     drafter = MixtureDrafter(datastores=[store])

@@ -6,17 +6,23 @@ from retrieve_spec.datastore.observations import BACKOFF, Observations, averaged
 from retrieve_spec.kernels import recycling
 
 
+def stands(text, context, end):
+    """Whether a context, in which None is any token, ends at a place of a text."""
+    there = text[end - len(context) : end]
+    return len(there) == len(context) and all(one in (None, token) for one, token in zip(context, there, strict=True))
+
+
 def smoothed(observations, context, k):
     """Average what followed a context, and back off to its last tokens; most probable first."""
     shares, times, shorter = {}, 0, {}
-    if len(context) > 1:
+    if len(context) > 1 and None not in context:
         shorter = smoothed(observations, context[1:], k)
         shares = {token: BACKOFF * p for token, p in shorter.items()}
     begin = 0
     for length in observations.lengths:
         text = observations.token_ids[begin : begin + length].tolist()
         for end in range(len(context), length + 1):
-            if text[end - len(context) : end] == context:
+            if stands(text, context, end):
                 times += 1
                 place = begin + end - 1
                 for token, p in zip(observations.top_ids[place].tolist(), observations.probs[place], strict=True):
@@ -40,19 +46,20 @@ def test_averages_are_those_of_every_context():
     for length in lengths:
         text = observations.token_ids[begin : begin + length].tolist()
         contexts |= {tuple(text[end - order : end]) for order in (1, 2, 3) for end in range(order, length + 1)}
+        contexts |= {(token, None) for token in text[:-1]}
         begin += length
     assert len(found.keys) == len(contexts)
     for context in contexts:
-        h = np.uint64(0)
+        h = np.uint64(1 << 32 if None in context else 0)
         for token in context[::-1]:
-            h = np.uint64(recycling.mix(h, token))
+            h = h if token is None else np.uint64(recycling.mix(h, token))
         [at] = np.flatnonzero(found.keys == h)
         expected = smoothed(observations, list(context), 3)
         np.testing.assert_allclose(found.probs[at][found.top_ids[at] >= 0], list(expected.values()), rtol=1e-4)
         assert found.counts[at] == sum(
-            observations.token_ids[s:e].tolist()[i : i + len(context)] == list(context)
+            stands(observations.token_ids[s:e].tolist(), context, i)
             for s, e in zip(np.cumsum(lengths) - lengths, np.cumsum(lengths), strict=True)
-            for i in range(e - s)
+            for i in range(len(context), e - s + 1)
         )
 
 

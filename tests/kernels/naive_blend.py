@@ -103,7 +103,7 @@ class Recycling:
         """Contexts of a text, newest token first, and their lengths; that of the skip-gram is 0."""
         for order in range(min(self.orders, len(text)), 0, -1):
             yield tuple(text[: -order - 1 : -1]), order
-        if self.number == Recycling.number and len(text) > 1:
+        if self.number in (Recycling.number, Distilled.number) and len(text) > 1:
             yield (None, text[-2]), 0
 
     def levels(self, text):
