@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from retrieve_spec.kernels.attention_inputs import LayerRule
-from retrieve_spec.kernels.cpu import CAN_RUN, RowProgram, layer_rows
+from retrieve_spec.kernels.cpu import CAN_RUN, layer_rows
 from retrieve_spec.recorded.row_segments import PACKED_PRODUCT, fuse_rows
 from retrieve_spec.recorded.tracing import Node, Trace
 
@@ -65,15 +65,12 @@ class CompiledPass:
         wanted for; reads the live parameters, buffers and constants.
     run_rows
         The same with a `RowTexts` in place of the attention, on a CPU; None where there is none.
-    programs
-        Programs that both run; they read weights where these were when their addresses were read.
     program_share
         Share of the weights of linear layers, but for the last one, that programs over rows multiply by.
     """
 
     run: Callable[..., Any]
     run_rows: Callable[..., Any] | None
-    programs: list[RowProgram]
     program_share: float
 
 
@@ -102,22 +99,21 @@ def compile_trace(
     sizes = layer_sizes(graph)
     _open_attention(graph)
     _open_rows(graph)
-    run_rows, programs = None, list[RowProgram]()
+    run_rows = None
     if row_kernels is layer_rows and CAN_RUN:
         dtype = next(
             (weight.dtype for weight in weights if weight.dtype in (torch.bfloat16, torch.float16)), torch.float32
         )
         whole = fx.Graph()
         whole.output(whole.graph_copy(graph, {}))
-        programs, is_whole = fuse_rows(whole, dict(zip(whole.nodes, weights, strict=False)), dtype, rules, exact)
-        run_rows = _function(whole, weights) if is_whole else None
-        others, _ = fuse_rows(graph, dict(zip(graph.nodes, weights, strict=False)), dtype)
-        programs += others
+        if fuse_rows(whole, dict(zip(whole.nodes, weights, strict=False)), dtype, rules, exact):
+            run_rows = _function(whole, weights)
+        fuse_rows(graph, dict(zip(graph.nodes, weights, strict=False)), dtype)
     left = sum(sizes.get(node, 0) for node in graph.nodes if node.target is aten.linear.default)
     by_programs = 1 - left / max(sum(sizes.values()), 1)
     if row_kernels is not None and row_kernels is not layer_rows:
         fuse_linears(graph, row_kernels)
-    return CompiledPass(_function(graph, weights), run_rows, programs, by_programs)
+    return CompiledPass(_function(graph, weights), run_rows, by_programs)
 
 
 def _function(graph: fx.Graph, weights: Sequence[torch.Tensor]) -> Callable[..., Any]:

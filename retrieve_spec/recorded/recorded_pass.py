@@ -309,11 +309,6 @@ class RecordedPass:
         finally:
             _log.reset(token)
 
-    def read_addresses(self) -> None:
-        """Read where the weights are, before a generation: they may have moved since the last one began."""
-        for program in self._compiled.programs:
-            program.read_addresses()
-
     def no_states(self) -> list[tuple[torch.Tensor, ...]]:
         """By layer, keys and values of no token: (1, kv_heads, 0, d) each."""
         with torch.inference_mode(False):

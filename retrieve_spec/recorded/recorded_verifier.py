@@ -93,7 +93,6 @@ class RecordedVerifier:
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation."""
         self.own.start(inputs)
-        self.recorded.read_addresses()
         self._slabs = None
         self._max_length, self._returns_cache = inputs.max_length, inputs.returns_cache
         self._past = inputs.past_length

@@ -49,7 +49,7 @@ def fuse_rows(
     dtype: torch.dtype,
     rules: Sequence[LayerRule] = (),
     exact: bool = False,
-) -> tuple[list[RowProgram], bool]:
+) -> bool:
     """Replace a graph's operations on rows by segments.
 
     Parameters
@@ -67,21 +67,19 @@ def fuse_rows(
 
     Returns
     -------
-    programs
-        Those of the segments.
     whole
         Whether all attention is part of segments.
     """
     rows = next(node for node in graph.nodes if node.name == "position_ids").meta["val"].shape[1]
-    segment, programs = Segment(rows, weights, dtype, rules), list[RowProgram]()
+    segment = Segment(rows, weights, dtype, rules)
     for node in list(graph.nodes):
         if node.op == "output" or (segment.feeds(node) and not segment.take(node)):
-            programs += segment.close(node)
+            segment.close(node)
             segment = Segment(rows, weights, dtype, rules)
         if not segment.feeds(node):
             segment.take(node)
     left = (operator.call, aten.linear.default) if exact else (operator.call,)
-    return programs, not any(node.target in left for node in graph.nodes)
+    return not any(node.target in left for node in graph.nodes)
 
 
 def _shape(node: Node) -> Any:
@@ -203,10 +201,10 @@ class Segment:
         views = [user for user in node.users if user.target in _VIEWS and user in self._nodes]
         return any(user not in self._nodes for user in node.users) or any(map(self._is_needed, views))
 
-    def close(self, following: Node) -> list[RowProgram]:
-        """Run the program, which is returned, before the next node; there is none without products."""
+    def close(self, following: Node) -> None:
+        """Run the program before the next node; there is none without products."""
         if not self._products():
-            return []
+            return
         graph = following.graph
         results = [node for node in self._nodes if node.target not in _VIEWS and node.target not in _PAIRS]
         outputs = [node for node in results if self._is_needed(node)]
@@ -230,7 +228,6 @@ class Segment:
         for node in self._nodes:
             if node.users:
                 following.prepend(node)
-        return [program]
 
     def _compile(self, outputs: Sequence[Node]) -> tuple[RowProgram, list[Node]]:
         """Return the program, and the nodes whose tensors it takes, rows first."""

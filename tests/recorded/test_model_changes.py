@@ -140,6 +140,20 @@ def test_other_numbers_are_read_by_the_next_pass() -> None:
         assert torch.equal(check(model), before), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_move_within_a_generation_are_read_where_they_are(dtype: torch.dtype) -> None:
+    """Where they were, there may be no memory, or other numbers."""
+    model = accelerate(build("llama", dtype))
+    stream = rs.generate_stream(model, ids(20), max_new_tokens=30, do_sample=False)
+    said, before = list(next(stream).token_ids), [weight.data for weight in model.parameters()]
+    for weight, old in zip(model.parameters(), before, strict=True):
+        weight.data = old.clone()
+        old.fill_(torch.nan)
+    said += [token for piece in stream for token in piece.token_ids]
+    assert model.speculation.last.pass_kind == "recorded"
+    assert said == model.generate(ids(20), max_new_tokens=30, do_sample=False)[0, 20:].tolist()
+
+
 def test_attributes_that_have_no_truth_value_may_change() -> None:
     model = build("llama")
     model.memo = np.arange(3)

@@ -348,7 +348,6 @@ class RowProgram:
         self._row_bytes: list[int] = [0, 0]  # of buffers, by place
         self._given: list[int] = []
         self._weights: dict[int, torch.Tensor] = {}
-        self._addresses = np.empty(0, np.int64)
         self._zeros = np.zeros(2 * LANES, np.float32)
         self._prepared: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._plan = self._numbers = np.empty(0, np.int64)
@@ -365,14 +364,10 @@ class RowProgram:
         return len(self._row_bytes) - 1
 
     def weight(self, tensor: torch.Tensor) -> int:
-        """Return a new place, of a contiguous tensor whose address `read_addresses` reads."""
+        """Return a new place, of a contiguous tensor, which each run finds where it is then."""
         place = self.place()
         self._weights[place] = tensor
         return place
-
-    def read_addresses(self) -> None:
-        """Read the addresses of weights, before runs with weights that may have moved: a run reads none."""
-        self._addresses = np.array([tensor.data_ptr() for tensor in self._weights.values()], np.int64)
 
     def add(self, kind: Step, *fields: float) -> None:
         """Append a step; floats are stored as the bits of a float64."""
@@ -416,7 +411,6 @@ class RowProgram:
         header = [0, self._plan.ctypes.data, len(self._steps), *[0] * (_HEADER - 3), *[0] * (2 * len(self._steps))]
         self._numbers = np.array([*header, *offsets], np.int64)
         self._held = np.array(list(self._weights), np.int64)
-        self.read_addresses()
         return self
 
     def _lay_out(self) -> list[int]:
@@ -471,7 +465,7 @@ class RowProgram:
         at += begin
         at[ZEROS] = self._zeros.ctypes.data
         at[self._given] = 0, *addresses
-        at[self._held] = self._addresses
+        at[self._held] = [tensor.data_ptr() for tensor in self._weights.values()]
         run_in_threads(_in_c(self._dtype), numbers, threads)
 
 
