@@ -174,8 +174,8 @@ def block_product(unit: VectorUnit) -> Any:
 
 
 def _terms(unit: VectorUnit, like: Any) -> int:
-    """Return the numbers of a key that are multiplied one at a time per 32-bit word: none if pairs are multiplied."""
-    return 1 if FORMATS[like].size == 4 or not is_widened(unit, like) else 2
+    """Return how many numbers a 32-bit word of a key is divided into; pairs that are multiplied as such are not."""
+    return 2 if is_widened(unit, like) else 1
 
 
 def transposing(unit: VectorUnit) -> Any:
