@@ -244,8 +244,9 @@ def _restoring(forward: nn.Module) -> Iterator[None]:
         for module in forward.modules()
         for entries in (vars(module), *(value for value in vars(module).values() if isinstance(value, dict)))
     ]
-    classes = {cls for module in forward.modules() for cls in type(module).__mro__[: -len(nn.Module.__mro__)]}
-    owners = [(owner, dict(vars(owner))) for owner in classes | {sys.modules[cls.__module__] for cls in classes}]
+    classes = {cls for module in forward.modules() for cls in type(module).__mro__}.difference(nn.Module.__mro__)
+    files = {sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules}  # a class may have none
+    owners = [(owner, dict(vars(owner))) for owner in classes | files]
     tables = [(table, dict(table)) for _, before in owners for table in before.values() if type(table) is dict]
     try:
         yield

@@ -111,6 +111,14 @@ def test_tables_that_all_modules_of_a_class_share_stay_real(length: int) -> None
     assert torch.equal(model.generate(ids(20), **OPTIONS), says(model))
 
 
+@torch.no_grad()
+def test_a_class_may_name_a_file_that_is_not_loaded() -> None:
+    forward = type("Made", (Forward,), {"__module__": "not.loaded"})().eval()
+    assert len(trace(forward, 2, torch.device("cpu")).graph.nodes) == len(
+        trace(Forward().eval(), 2, torch.device("cpu")).graph.nodes
+    )
+
+
 class InPlace(Forward):
     """Changes a number that it makes, and a shape, in place."""
 
