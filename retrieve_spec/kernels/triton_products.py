@@ -258,10 +258,11 @@ def linears(
     half = 0 if angles is None else angles[0].shape[-1] // 2
     if rows > BLOCKS[-1] and not _is_packed(weights[0]):
         return _combined([linear(x, *layer) for layer in zip(weights, biases, strict=True)], is_gated, angles)
-    tiles = _tiles(rows, x.shape[2], weights, _limits(x.device)[1])
-    sums = tiles["BLOCK_M"] * tiles["BLOCK_N"] // (32 * tiles["num_warps"])
-    if half % (tiles["BLOCK_N"] // 2) or (half and sums > _TURNED):
-        return _combined(linears(x, weights, biases), is_gated, angles)
+    if half:
+        tiles = _tiles(rows, x.shape[2], weights, _limits(x.device)[1])
+        sums = tiles["BLOCK_M"] * tiles["BLOCK_N"] // (32 * tiles["num_warps"])
+        if half % (tiles["BLOCK_N"] // 2) or sums > _TURNED:
+            return _combined(linears(x, weights, biases), is_gated, angles)
     outs = [torch.empty((1, rows, n), dtype=x.dtype, device=x.device) for n in sizes[: 1 if is_gated else None]]
     _multiply(x, weights, biases, outs, is_gated, angles)
     return tuple(outs)

@@ -202,17 +202,13 @@ class Segment:
         return any(user not in self._nodes for user in node.users) or any(map(self._is_needed, views))
 
     def close(self, following: Node) -> None:
-        """Run the program before the next node; there is none without products."""
+        """Run the program before the next node."""
         if not self._products():
             return
         graph = following.graph
         results = [node for node in self._nodes if node.target not in _VIEWS and node.target not in _PAIRS]
         outputs = [node for node in results if self._is_needed(node)]
-        program, inputs = self._compile(outputs)
-        shapes = [
-            (_row_width(node),) if _is_transposed(node) else tuple(map(int, _shape(node)[2:])) for node in outputs
-        ]
-        function = program.over(_row_width(inputs[0]), shapes)
+        inputs, function = self._compile(outputs)
         attention = next((step.args[0] for step in self._steps if step.target is operator.call), None)
         with graph.inserting_before(following):
             call = graph.call_function(function, (attention, *inputs))
@@ -229,8 +225,8 @@ class Segment:
             if node.users:
                 following.prepend(node)
 
-    def _compile(self, outputs: Sequence[Node]) -> tuple[RowProgram, list[Node]]:
-        """Return the program, and the nodes whose tensors it takes, rows first."""
+    def _compile(self, outputs: Sequence[Node]) -> tuple[list[Node], Callable[..., list[torch.Tensor]]]:
+        """Return the nodes whose tensors the program takes, rows first, and the function that runs it."""
         program, places, inputs = RowProgram(self._dtype), dict[Node, int](), list[Node]()
 
         def given(node: Node) -> int:
@@ -288,7 +284,11 @@ class Segment:
                 other, total = (given(more[0]), result(step, whole, 0)) if more else (NOWHERE, NOWHERE)
                 out = result(step, whole, 1 if more else None)
                 program.add(Step.NORMALISE, given(x), other, given(weight), total, out, width, whole // width, eps)
-        return program.finish([places[node] for node in (*inputs, *outputs)]), inputs
+        program.finish([places[node] for node in (*inputs, *outputs)])
+        shapes = [
+            (_row_width(node),) if _is_transposed(node) else tuple(map(int, _shape(node)[2:])) for node in outputs
+        ]
+        return inputs, program.over(_row_width(inputs[0]), shapes)
 
 
 def _bias(product: Node, given: Callable[[Node], int]) -> int:

@@ -66,6 +66,12 @@ def block_of(blocks: tuple[int, ...], rows: int) -> int:
 
 
 @inner
+def multiplies_pairs(like: Any) -> bool:
+    """Whether the unit multiplies pairs of numbers of a format as they are."""
+    return _HAS_PAIRS and is_bfloat16(like)
+
+
+@inner
 def quantise_groups(
     x: int, bits: int, rows: int, groups: int, begin: int, end: int, q: int, scales: int, sums: int
 ) -> None:  # fmt: skip
@@ -147,7 +153,7 @@ def _multiply_unpacked(
     Up to four blocks of rows share prefetching the next weights.
     """
     row_bytes, size = 64 * chunks, bytes_of(like)
-    kind = 0 if size == 4 or (_HAS_PAIRS and is_bfloat16(like)) else 1
+    kind = 0 if size == 4 or multiplies_pairs(like) else 1
     x_bytes, tiles, widths = row_bytes << kind, _TILES[kind], _WIDTHS[kind]
     blocks = -(-rows // tiles[-1])
     block = block_of(tiles, -(-rows // blocks))

@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from llvmlite import binding
-from numba import cfunc, config, types
+from numba import cfunc, config, typeof, types
 from numpy.typing import NDArray
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
@@ -46,7 +46,7 @@ from retrieve_spec.kernels.cpu.tree_attention import (
     attend_part,
     attention_parts,
 )
-from retrieve_spec.kernels.cpu.vector_code import GROUP, GROUP_BYTES, LANES, UNPACKED
+from retrieve_spec.kernels.cpu.vector_code import GROUP, GROUP_BYTES, LANES, UNPACKED, is_widened
 from retrieve_spec.kernels.cpu.vector_units import UNITS, has_bfloat16_products, unit_here
 from retrieve_spec.kernels.views import take_ticket, tickets_taken, view_i64, view_i64_rows
 from retrieve_spec.openmp import libgomp_of
@@ -348,6 +348,7 @@ class RowProgram:
         self._row_bytes: list[int] = [0, 0]  # of buffers, by place
         self._given: list[int] = []
         self._weights: dict[int, torch.Tensor] = {}
+        self._held = np.empty(0, np.int64)  # places of weights
         self._zeros = np.zeros(2 * LANES, np.float32)
         self._prepared: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._plan = self._numbers = np.empty(0, np.int64)
@@ -395,11 +396,11 @@ class RowProgram:
         if self._dtype == torch.bfloat16 and _HAS_AMX:
             prepared, self._whole = self.place(64 * groups, 1), LANES
             self.add(Step.INTERLEAVE, x, prepared, groups)
-        elif self._dtype == torch.float32 or (self._dtype == torch.bfloat16 and has_bfloat16_products()):
-            prepared = x
-        else:
+        elif is_widened(unit_here(), typeof(LIKE[self._dtype])):  # type: ignore[no-untyped-call]
             prepared = self.place(32 * groups, 4)
             self.add(Step.WIDEN, x, prepared, groups)
+        else:
+            prepared = x
         return prepared, NOWHERE, NOWHERE
 
     def finish(self, given: Sequence[int]) -> Self:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inlined, inner
 from retrieve_spec.kernels.cpu.layer_rows import exp
-from retrieve_spec.kernels.cpu.number_formats import bytes_of, is_bfloat16, narrow, view_numbers, wide
-from retrieve_spec.kernels.cpu.packed_products import block_of
+from retrieve_spec.kernels.cpu.number_formats import bytes_of, narrow, view_numbers, wide
+from retrieve_spec.kernels.cpu.packed_products import block_of, multiplies_pairs
 from retrieve_spec.kernels.cpu.vector_code import LANES, mix_block, score_block, transposing
 from retrieve_spec.kernels.cpu.vector_units import unit_here
 from retrieve_spec.kernels.views import view_f32, view_i64, view_u8
@@ -35,7 +35,7 @@ _BASE = np.float64(3 << 11)
 _BASE_BITS = np.int64(_BASE.view(np.int64))
 _VECTORS = unit_here()
 _BLOCKS = _VECTORS.attention_blocks
-_MOST, _HAS_PAIRS = _BLOCKS[-1], _VECTORS.add_pairs is not None
+_MOST = _BLOCKS[-1]
 _transpose, _score, _mix = transposing(_VECTORS), score_block(_VECTORS), mix_block(_VECTORS)
 
 
@@ -65,7 +65,7 @@ def _copy(of: int, to: int, count: int, like: Any) -> None:
 @inner
 def _copy_query(of: int, to: int, width: int, like: Any) -> None:
     """Copy a query: as bfloat16 if the unit multiplies pairs of these, else as float32."""
-    if _HAS_PAIRS and is_bfloat16(like):
+    if multiplies_pairs(like):
         _copy(of, to, width, like)
     else:
         given, laid = view_numbers(of, width, like), view_f32(to, width)
@@ -167,7 +167,7 @@ def attend_part(
         start = min(max(held + least - window + 1, 0), held) // LANES * LANES
         whole = held if held + most < window else start
     stride = -(-last // LANES) * LANES
-    query_bytes = size * d if _HAS_PAIRS and is_bfloat16(like) else 4 * d
+    query_bytes = size * d if multiplies_pairs(like) else 4 * d
     asks, mixed, turned = scratch, scratch + 4 * QUERIES * d, scratch + 4 * QUERIES * (d + dv)
     scores = turned + 4 * LANES * d
     for q in range(count):

@@ -173,11 +173,6 @@ def block_product(unit: VectorUnit) -> Any:
     return product
 
 
-def _terms(unit: VectorUnit, like: Any) -> int:
-    """Return how many numbers a 32-bit word of a key is divided into; pairs that are multiplied as such are not."""
-    return 2 if is_widened(unit, like) else 1
-
-
 def transposing(unit: VectorUnit) -> Any:
     """Return a compiled function that transposes 16 keys, for scores with a key per lane.
 
@@ -188,7 +183,7 @@ def transposing(unit: VectorUnit) -> Any:
 
     @intrinsic
     def transpose(_context: Any, like: Any, keys: Any, row_bytes: Any, chunks: Any, out: Any) -> Any:
-        terms = _terms(unit, like)
+        terms = 2 if is_widened(unit, like) else 1  # numbers of a word that are multiplied one at a time
 
         def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
             _, keys, row_bytes, chunks, out = args
@@ -242,7 +237,7 @@ def score_block(unit: VectorUnit) -> Any:
                     totals = list(totals)
                     here = [builder.add(start, builder.mul(chunk, LONG(64))) for start in starts]
                     keys_here = builder.add(keys, builder.mul(chunk, LONG(64 * LANES)))
-                    for i in range(16):
+                    for i in range(16):  # words of a chunk
                         terms = [load(builder, keys_here, 4 * (LANES * i + part), kind) for part in parts]
                         for row, address in enumerate(here):
                             given = unit.word(builder, address, i, kind.element)
