@@ -167,6 +167,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(chatty: str, tmp_pat
         terminal.sendintr()
         terminal.expect("Ctrl-D ends the conversation")
         say(f"/save {tmp_path}/said", "The conversation is in")
+        terminal.expect("\n> ")  # before it, Ctrl-D would end a line of the terminal's own
         terminal.sendeof()
         terminal.expect(pexpect.EOF)
     assert terminal.exitstatus == 0
