@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections import Counter
@@ -246,11 +247,17 @@ class Drafters:
             self.rollouts.keep()
         _keep(self.sessions, self._learned if at_once else (), at_once)
 
+    @functools.cached_property
+    def _token_classes(self) -> NDArray[np.uint8]:
+        """Class of every token of the tokenizer."""
+        return token_classes(self._tokenizer)
+
     def _calibration(self, name: str) -> Calibration:
         """The calibration that the drafters of a preset share."""
         if name not in self._calibrations:
             calibration = self._calibrations[name] = self._kept_calibration()
-            calibration.classes = token_classes(self._tokenizer if name == AUTO else None)
+            if name == AUTO:
+                calibration.classes = self._token_classes
             if self.sessions.file is not None:
                 self._learned.append(calibration)
         return self._calibrations[name]

@@ -101,3 +101,18 @@ def test_a_deferred_drafter_observes_everything_at_once(asked: bool) -> None:
     made.finish()
     told = [("start", [4, 5, 6]), ("observe", [7, 8])]
     assert drafter.said == [*told, *["propose"] * asked, "finish"] and not made.drafts
+
+
+def test_what_tokens_look_like_is_not_forgotten_with_the_texts() -> None:
+    class Tokenizer:
+        asked = 0
+
+        def get_vocab(self) -> dict[str, int]:
+            self.asked += 1
+            return {"a": 0, "1": 1}
+
+    drafters = Drafters(SpeculationConfig(), [], None, "model", tokenizer := Tokenizer())
+    for _ in range(3):
+        assert len(open_one(drafters).calibration.classes) == 2
+        drafters.forget()
+    assert tokenizer.asked == 1
