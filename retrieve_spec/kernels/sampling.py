@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inner, inner_with_arrays, kernel, kernel_with_arrays
 from retrieve_spec.kernels.topk import BLOCK, block_maxima, collect_at_least, row_topk
+from retrieve_spec.kernels.vector_math import REASSOCIATE, exp, largest
 
 
 @inner
@@ -107,26 +109,48 @@ def gumbel_argmax_row(logits: NDArray[np.float32], temperature: float, seed: int
     return best
 
 
-@kernel
-def draw_row(logits: NDArray[np.float32], temperature: float, seed: int, row: int, position: int) -> int:
-    """Do `gumbel_argmax_row`; return -1 if the logits are no distribution: a NaN, an infinity, or all -inf."""
+@inner_with_arrays
+def _is_drawable(logits: NDArray[np.float32]) -> bool:
+    """Whether none of the logits is NaN or infinity, and not all are -inf."""
     undrawable = False
     for i in range(logits.shape[0]):  # without a branch: several at a time
         undrawable |= not logits[i] < np.inf
-    if undrawable:
-        return -1
-    drawn = gumbel_argmax_row(logits, temperature, seed, row, position)
-    return drawn if np.isfinite(logits[drawn]) else -1
+    return not undrawable and largest(logits) > -np.inf
+
+
+@kernel
+def draw_row(logits: NDArray[np.float32], temperature: float, seed: int, row: int, position: int) -> int:
+    """Do `gumbel_argmax_row`; return -1 if the logits are no distribution: a NaN, an infinity, or all -inf."""
+    return gumbel_argmax_row(logits, temperature, seed, row, position) if _is_drawable(logits) else -1
+
+
+@njit(cache=True, nogil=True, fastmath=REASSOCIATE, error_model="numpy")  # checked divisions are not vectorised
+def _mass(logits: NDArray[np.float32], heat: np.float32, top: np.float32) -> np.float32:
+    """Return the sum of exp(logits / heat - top)."""
+    total = np.float32(0.0)
+    for i in range(len(logits)):
+        total += exp(logits[i] / heat - top)
+    return total
 
 
 @inner_with_arrays
 def _nucleus(
-    row: NDArray[np.float32], heat: np.float32, top_p: float, ids: NDArray[np.int32], total: float, top: float
+    row: NDArray[np.float32],
+    maxima: NDArray[np.float32],
+    heat: np.float32,
+    top_p: float,
+    ids: NDArray[np.int32],
+    top: float,
 ) -> int:
-    """Write the smallest set of most probable tokens of `row` that reaches `top_p` to `ids`; return how many."""
+    """Write the smallest set of most probable tokens of `row` that reaches `top_p` to `ids`; return how many.
+
+    The probability of all tokens is a sum in float32, as in `transformers`; `maxima` are those of `row_topk`.
+    """
     v = int(row.shape[0])
+    total = 0.0
+    for first in range(0, v, BLOCK):
+        total += np.float64(_mass(row[first : first + BLOCK], heat, np.float32(top)))
     k = min(64, v)
-    maxima = block_maxima(row).reshape(1, v // BLOCK)
     while True:
         best_ids = np.empty((1, k), np.int32)
         best = np.empty((1, k), np.float32)
@@ -165,29 +189,28 @@ def truncate_row(
     """Apply temperature, top-k, top-p and min-p in that order to `row` (v,).
 
     Writes the remaining tokens to `ids` and their scaled logits to `scores`, both of length >= v, and returns how many
-    remain. `top_k` 0, `top_p` 1 and `min_p` 0 disable a rule; ties at the k-th place all remain.
+    remain: none if the logits are no distribution (a NaN, an infinity, or all -inf). `top_k` 0, `top_p` 1 and `min_p` 0
+    disable a rule; ties at the k-th place all remain.
     """
+    if not _is_drawable(row):
+        return 0
     v = int(row.shape[0])
+    maxima = block_maxima(row).reshape(1, v // BLOCK)
+    top = np.float64(largest(row) / np.float32(temperature))
     heat = np.float32(temperature)
     count = v
     if 0 < top_k < v:
         best_ids = np.empty((1, top_k), np.int32)
         best = np.empty((1, top_k), np.float32)
-        row_topk(row.reshape(1, v), block_maxima(row).reshape(1, v // BLOCK), best_ids, best)
+        row_topk(row.reshape(1, v), maxima, best_ids, best)
         count = collect_at_least(row, np.float64(best[0, top_k - 1]), ids)
         order = np.argsort(-row[ids[:count]], kind="mergesort")
         chosen = ids[:count].copy()
         for i in range(count):
             ids[i] = chosen[order[i]]
-        top = np.float64(best[0, 0] / heat)
-    else:
-        highest = row[0]
-        for i in range(v):
-            highest = max(highest, row[i])
-        top = np.float64(highest / heat)
     if top_p < 1.0:
-        total = 0.0
         if count < v:
+            total = 0.0
             for i in range(count):
                 total += np.exp(np.float64(row[ids[i]] / heat) - top)
             before = 0.0
@@ -197,9 +220,7 @@ def truncate_row(
                     count = i + 1
                     break
         else:
-            for i in range(v):
-                total += np.exp(np.float64(row[i] / heat) - top)
-            count = _nucleus(row, heat, top_p, ids, total, top)
+            count = _nucleus(row, maxima, heat, top_p, ids, top)
     elif count == v:
         floor = -np.inf if min_p <= 0.0 else np.float64(np.float32((top + np.log(min_p)) * temperature))
         count = collect_at_least(row, floor, ids)

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import kernel, kernel_with_arrays
+from retrieve_spec.kernels.vector_math import largest
 
 BLOCK = 128
 """Width of the blocks whose maxima `row_topk` uses."""
@@ -88,8 +89,5 @@ def block_maxima(row: NDArray[np.float32]) -> NDArray[np.float32]:
     """(v // BLOCK,) maxima of the full blocks of `row` (v,), for callers that hold one row."""
     maxima = np.empty(row.shape[0] // BLOCK, np.float32)
     for b in range(maxima.shape[0]):
-        highest = row[b * BLOCK]
-        for i in range(b * BLOCK + 1, (b + 1) * BLOCK):
-            highest = max(highest, row[i])
-        maxima[b] = highest
+        maxima[b] = largest(row[b * BLOCK : (b + 1) * BLOCK])
     return maxima

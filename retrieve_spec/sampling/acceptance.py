@@ -416,8 +416,9 @@ class RandomSampler(HostReading):
         values = self.warpers.edited(logits.row(row), text)
         if not self.warpers.truncates:
             return _drawn(values, self.warpers.temperature, *key)
-        check_drawable(values)
         count = self._truncate(values)
+        if count == 0:
+            check_drawable(values)
         return int(gumbel_argmax(self._ids, self._scores, count, *key))
 
     def log_prob(self, logits: PassLogits, row: int, text: RowText, token: int) -> torch.Tensor:

@@ -117,6 +117,9 @@ def test_rows_that_are_no_distribution_are_not_drawn_from(seed: int, vocab: int,
         row[random.integers(vocab)] = value
     wanted = sampling.gumbel_argmax_row(row, 0.7, seed, 0, 3) if np.isfinite(row.max()) else -1
     assert sampling.draw_row(row, 0.7, seed, 0, 3) == wanted
+    ids, scores = np.empty(vocab, np.int32), np.empty(vocab, np.float64)
+    for rules in RULES:
+        assert (sampling.truncate_row(row, *rules, ids, scores) > 0) == (wanted >= 0)
 
 
 def test_infinite_logits_are_refused_where_others_become_infinite():

@@ -13,13 +13,12 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels.compiled_code import inner, kernel
+from retrieve_spec.kernels.compiled_code import kernel
 from retrieve_spec.kernels.cpu.number_formats import LIKE, bytes_of, narrow, view_numbers, wide
+from retrieve_spec.kernels.vector_math import REASSOCIATE, exp
 
-_REASSOCIATE = {"reassoc", "nsz"}
 
-
-@njit(cache=True, nogil=True, fastmath=_REASSOCIATE)
+@njit(cache=True, nogil=True, fastmath=REASSOCIATE)
 def _sum_of_squares(row: NDArray[Any]) -> np.float32:
     total = np.float32(0.0)
     for i in range(len(row)):
@@ -65,21 +64,6 @@ def rotate_heads(
                 across, along = narrow(-high * wide(s[i]), like), narrow(low * wide(s[half + i]), like)
                 turned[i] = narrow(wide(narrow(low * wide(c[i]), like)) + wide(across), like)
                 turned[half + i] = narrow(wide(narrow(high * wide(c[half + i]), like)) + wide(along), like)
-
-
-@inner
-def exp(x: np.float32) -> np.float32:
-    """Return e to the power of x, in a form that the compiler vectorises (Cephes' expf)."""
-    x = min(max(x, np.float32(-87.3)), np.float32(89.0))  # infinite above 88.4
-    whole = np.rint(x * np.float32(1.44269504))
-    rest = x - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
-    series = np.float32(1.9875691500e-4) * rest + np.float32(1.3981999507e-3)
-    series = series * rest + np.float32(8.3334519073e-3)
-    series = series * rest + np.float32(4.1665795894e-2)
-    series = series * rest + np.float32(1.6666665459e-1)
-    series = series * rest + np.float32(5.0000001201e-1)
-    power = np.uint32(np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23)).view(np.float32)
-    return (series * rest * rest + rest + np.float32(1.0)) * power  # type: ignore[no-any-return]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")  # checked divisions are not vectorised

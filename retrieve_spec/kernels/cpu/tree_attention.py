@@ -14,11 +14,11 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retrieve_spec.kernels.compiled_code import inlined, inner
-from retrieve_spec.kernels.cpu.layer_rows import exp
 from retrieve_spec.kernels.cpu.number_formats import bytes_of, narrow, view_numbers, wide
 from retrieve_spec.kernels.cpu.packed_products import block_of, multiplies_pairs
 from retrieve_spec.kernels.cpu.vector_code import LANES, mix_block, score_block, transposing
 from retrieve_spec.kernels.cpu.vector_units import unit_here
+from retrieve_spec.kernels.vector_math import exp, largest
 from retrieve_spec.kernels.views import view_f32, view_i64, view_u8
 
 TEXT_FIELDS = 5
@@ -112,25 +112,10 @@ def _hide(
             scores[j] = -np.inf
 
 
-@inner
-def _ordered(bits: np.int32) -> np.int32:
-    """Map float32 bits to an integer of the same order, and back."""
-    return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
-
-
-@njit(cache=True, nogil=True)
-def _largest(scores: NDArray[np.float32]) -> np.float32:
-    """Return the largest score, compared as integers: the compiler does not vectorise maxima of floats."""
-    bits, top = scores.view(np.int32), _ordered(np.float32(-np.inf).view(np.int32))
-    for j in range(len(bits)):
-        top = np.int32(max(top, _ordered(bits[j])))
-    return np.int32(_ordered(top)).view(np.float32)  # type: ignore[no-any-return]
-
-
 @njit(cache=True, nogil=True, error_model="numpy")
 def _share(scores: NDArray[np.float32], scale: np.float32) -> np.float32:
     """Replace scores by exponentials relative to the largest, and add them up; masked scores become 0."""
-    top, total = _largest(scores), np.int64(0)
+    top, total = largest(scores), np.int64(0)
     for j in range(len(scores)):
         share = exp((scores[j] - top) * scale)
         scores[j] = share if scores[j] > -np.inf else np.float32(0.0)
