@@ -40,8 +40,8 @@ from retrieve_spec.kernels.cpu.vector_units import VectorUnit
 
 TILE_BYTES = 1024
 MOST_BLOCKS = 4
-"""Blocks of 16 rows multiplied together: their sums have a tile each, weights one, and rows the others."""
-_TILES, _WEIGHTS = 8, MOST_BLOCKS
+"""Blocks of 16 rows multiplied together: their sums have a tile each, weights one, and rows one."""
+_TILES, _WEIGHTS, _ROWS = 8, MOST_BLOCKS, MOST_BLOCKS + 1
 _CONFIGURATION = [1, *[0] * 15, *[64, 0] * _TILES, *[0] * (32 - 2 * _TILES), *[LANES] * _TILES, *[0] * (16 - _TILES)]
 """Tile configuration: palette 1, then bytes per row and number of rows of each tile."""
 
@@ -157,12 +157,11 @@ def amx_product(unit: VectorUnit) -> Any:
                     )
                     _amx(builder, "tileloadd64", _WEIGHTS, pointer(builder, here), row_bytes)
                     for block in range(count):
-                        rows = _WEIGHTS + 1 + block % (_TILES - _WEIGHTS - 1)
                         at = place(builder, there, block, block_bytes)
-                        _amx(builder, "tileloadd64", rows, pointer(builder, at), LONG(64))
+                        _amx(builder, "tileloadd64", _ROWS, pointer(builder, at), LONG(64))
                         for line in range(block * LANES // count, (block + 1) * LANES // count):
                             prefetch(builder, builder.add(ahead, LONG(64 * line)), level=2)
-                        _amx(builder, "tdpbf16ps", block, _WEIGHTS, rows)
+                        _amx(builder, "tdpbf16ps", block, _WEIGHTS, _ROWS)
                     return []
 
                 loop(builder, chunks, [], add)
