@@ -36,6 +36,7 @@ from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import VerifiedPass
+from retrieve_spec.engine.first_passes import learn_bigrams
 from retrieve_spec.errors import ConfigError, NothingToIndexError, StoreLockedError
 from retrieve_spec.generation.streams import Finished, generate_many
 from retrieve_spec.kernels.recycling import WAYS
@@ -45,8 +46,10 @@ CONTEXTS = 1 << 20
 """The most contexts of a table, 80 bytes each."""
 TEMPERATURES = (0.0, 0.7, 1.0)
 """Temperatures, in turn: greedy, as chats are sampled, and higher for other continuations."""
-_ANSWER, _FOLLOW_UPS, _PIECE, _TOP = 256, 2, 512, 8
-"""Tokens of an answer, later turns of a conversation, tokens read at once, next tokens kept per context."""
+_ANSWER, _PIECE, _TOP = 256, 512, 8
+"""Tokens of an answer, tokens read at once, next tokens kept per context."""
+_FOLLOWED_UP = 4
+"""One conversation in so many has a second turn: reading the first one again takes as long as writing it."""
 _AGAIN_S, _PATIENCE_S = 0.5, 3600.0
 """Seconds between attempts to write a store that another process is writing, and of all of them."""
 _Result = TypeVar("_Result")
@@ -119,7 +122,7 @@ def distil(
     store
         Folder of a datastore, which is created if needed.
     prompts
-        Prompts to answer; None: `general_prompts`. Conversations continue for a few turns.
+        Prompts to answer; None: `general_prompts`. Some conversations have a second turn.
     texts
         Texts to read before any prompt is answered.
     max_tokens, minutes
@@ -146,6 +149,8 @@ def distil(
     with accelerated(model, tokenizer):
         work = _Work(model, tokenizer, max_tokens, perf_counter() + 60.0 * minutes, on_progress)
         try:
+            if not earlier:
+                work.ask_each_token()
             for text in texts:
                 work.read(text)
             work.ask(general_prompts(seed=earlier) if prompts is None else prompts)
@@ -180,7 +185,7 @@ class _Done(Exception):
 
 
 class _Conversation:
-    """A prompt, the answers so far, and the follow-up questions.
+    """A prompt, the answers so far, and a follow-up question.
 
     Attributes
     ----------
@@ -192,14 +197,16 @@ class _Conversation:
         self.number = number
         self.top: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
         self.messages = [{"role": "user", "content": prompt}]
-        self._follow_ups = [FOLLOW_UPS[(number + turn) % len(FOLLOW_UPS)] for turn in range(number % (1 + _FOLLOW_UPS))]
+        turn, rest = divmod(number, _FOLLOWED_UP)
+        self._follow_up = None if rest else FOLLOW_UPS[turn % len(FOLLOW_UPS)]
 
     def goes_on(self, answer: str) -> bool:
         """Add an answer and the next question; return whether there is one."""
         self.messages.append({"role": "assistant", "content": answer})
-        if not self._follow_ups:
+        if self._follow_up is None:
             return False
-        self.messages.append({"role": "user", "content": self._follow_ups.pop()})
+        self.messages.append({"role": "user", "content": self._follow_up})
+        self._follow_up = None
         return True
 
     def see(self, verified: VerifiedPass) -> None:
@@ -231,6 +238,18 @@ class _Work:
         seconds, pace = perf_counter() - self._began, self._generated / max(self._passes, 1)
         return DistilReport(len(self.answers), self.tokens, 0, seconds, pace)
 
+    def ask_each_token(self) -> None:
+        """Learn what the model says after each token alone, its bigrams.
+
+        Engines that cannot be asked for logits have them from the store.
+        """
+        learn_bigrams(self._model.speculation, lambda: perf_counter() < self._end)
+        bigrams = self._model.speculation.drafters.bigrams
+        if bigrams is not None:
+            tokens = bigrams.known
+            top_ids, shares = bigrams.top(tokens)
+            self.observed.append(Observations(tokens, np.ones(len(tokens), np.int64), top_ids, shares))
+
     def read(self, text: str) -> None:
         """Let the model read a text in pieces, and learn its top tokens after each token."""
         ids: NDArray[np.int32] = np.array(self._tokenizer(text)["input_ids"], np.int32)
@@ -241,7 +260,7 @@ class _Work:
             self._count(len(piece))
 
     def ask(self, prompts: Iterable[str]) -> None:
-        """Let the model answer prompts, many at a time, and continue conversations for a few turns."""
+        """Let the model answer prompts, many at a time, and ask follow-up questions."""
         conversations = (_Conversation(number, prompt) for number, prompt in enumerate(prompts))
         waiting = deque(itertools.islice(conversations, 1))
         while waiting and self._planned < self._max_tokens:

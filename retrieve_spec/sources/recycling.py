@@ -128,6 +128,11 @@ class Bigrams:
         """Return the tokens (m,) that have entries."""
         return np.flatnonzero(self.entries[:, 0] >= 0).astype(np.int32)
 
+    def top(self, tokens: Ids) -> tuple[Ids, NDArray[np.float16]]:
+        """Return the most probable tokens after m tokens, (m, k), and their probabilities."""
+        ids, shares = np.hsplit(self._shares[tokens], 2)
+        return ids, shares.view(np.float32).astype(np.float16)
+
     def row(self, number: int) -> Row:
         """Row of the mixture's source table."""
         vocabulary, width = self.entries.shape

@@ -257,6 +257,16 @@ def test_a_distilled_store_drafts_from_the_first_pass_and_changes_no_text(
     assert last.accepted_by_source.get("distilled", 0) > 0 and last.passes <= without
 
 
+def test_a_store_knows_what_follows_each_token_that_the_model_never_wrote(
+    reference_model, reference_tokenizer, tmp_path
+):
+    token = 5000
+    distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=[], texts=["x = 1\n"], max_tokens=8)
+    line_end = reference_tokenizer("\n").input_ids
+    says = reference_model(torch.tensor([[*line_end, *line_end, token]])).logits[0, -1].topk(2).indices.tolist()
+    assert first_tokens(open_datastore(tmp_path / "store"), token) == says
+
+
 def test_answers_of_a_model_that_nothing_drafts_for_are_read(
     reference_model, reference_tokenizer, tmp_path, monkeypatch
 ):
@@ -288,7 +298,7 @@ def test_what_another_process_writes_meanwhile_is_waited_for_and_kept(reference_
 
     distil(reference_model, reference_tokenizer, store, prompts=[], texts=texts, on_progress=write)
     [after] = open_datastore(store).manifest.distilled
-    assert after.tokens == 3 * before.tokens
+    assert after.tokens > 2 * before.tokens
 
 
 def test_a_store_that_stays_locked_is_an_error_in_the_end(store, monkeypatch):
