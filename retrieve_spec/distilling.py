@@ -243,7 +243,7 @@ class _Work:
 
         Engines that cannot be asked for logits have them from the store.
         """
-        learn_bigrams(self._model.speculation, lambda: perf_counter() < self._end)
+        learn_bigrams(self._model.speculation, lambda: perf_counter() < self._end, math.inf)
         bigrams = self._model.speculation.drafters.bigrams
         if bigrams is not None:
             tokens = bigrams.known

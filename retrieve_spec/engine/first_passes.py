@@ -109,7 +109,7 @@ def read_bigrams(speculation: Speculation) -> Bigrams:
     return bigrams
 
 
-def learn_bigrams(speculation: Speculation, goes_on: Callable[[], bool]) -> None:
+def learn_bigrams(speculation: Speculation, goes_on: Callable[[], bool], longest: float = _LONGEST_IDLE) -> None:
     """Ask an accelerated model for the bigrams of all unknown tokens while it is idle, and keep them.
 
     Running texts draft from them at once. They are kept like those of `read_bigrams`.
@@ -118,10 +118,12 @@ def learn_bigrams(speculation: Speculation, goes_on: Callable[[], bool]) -> None
     ----------
     goes_on
         Called before every pass; learning stops when it returns false.
+    longest
+        Approximate limit of a pass in seconds.
     """
     bigrams = speculation.drafters.bigrams
     if bigrams is not None and len(bigrams.missing) and goes_on():
-        _ask(bigrams, speculation, goes_on, _LONGEST_IDLE)
+        _ask(bigrams, speculation, goes_on, longest)
         _keep(bigrams, _path(speculation))
 
 
