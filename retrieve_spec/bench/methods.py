@@ -152,6 +152,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "phrases": {"phrases": None},
     "alignment": {"alignments": None},
     "bigrams": {"bigrams": None},
+    "distilled": {"distilled": list},
 }
 """By source: the field of the mixture's `TextSources`, and its value without the source (types are called)."""
 

@@ -9,12 +9,13 @@ from found_once import FoundOnce
 from retrieve_spec import cli
 from retrieve_spec.bench import report as stats
 from retrieve_spec.bench import runner
-from retrieve_spec.bench.methods import Bench, Method, parse_method
+from retrieve_spec.bench.methods import SOURCES, Bench, Method, parse_method
 from retrieve_spec.bench.report import Record, read_results, write_report
 from retrieve_spec.bench.runner import Plan
 from retrieve_spec.bench.workloads import Prompt
 from retrieve_spec.errors import ConfigError, TraceError
 from retrieve_spec.reference_model import load_model
+from retrieve_spec.sources import SOURCE_NAMES
 
 METHODS = "plain,prompt-lookup,off,auto,auto:4"
 
@@ -90,6 +91,11 @@ def test_sampled_answers_of_ours_are_identical_and_those_of_transformers_are_not
 )
 def test_names_of_methods(name, kind, nodes, ours, without):
     assert parse_method(name) == Method(name, kind, nodes, ours, without)
+
+
+def test_auto_can_do_without_each_source_of_a_text():
+    """A script is a drafter of its own, and what is forced needs no source."""
+    assert SOURCES.keys() == set(SOURCE_NAMES) - {"script", "forced"}
 
 
 @pytest.mark.parametrize("name", ["plain:3", "off:1", "auto:", "auto:x", "ours/off:2"])
