@@ -192,6 +192,13 @@ def test_numbers_that_python_does_not_read_are_texts(served):
         assert server.client.post(MESSAGES, content=wrong).status_code == 400
 
 
+@pytest.mark.parametrize("number", ["-0." + "9" * 5000, "1e-" + "0" * 5000 + "1", "1.5E+" + "0" * 50_000 + "1"])
+def test_digits_of_a_fraction_or_an_exponent_are_no_numbers(served, number):
+    server = served("said")
+    body = json.dumps(asked(MESSAGES, []))[:-1] + f', "number": {number}, "cut": "\\ud800"}}'
+    assert server.client.post(MESSAGES, content=body).status_code == 200
+
+
 def test_what_asks_for_more_is_left_out_and_told(served):
     server = served("said")
     tools = [
