@@ -107,9 +107,8 @@ async def tokenize(body: schemas.TokenizeRequest, service: Meant) -> Response:
 @router.post("/detokenize", responses=errors(400, 408, 413, 503))
 async def detokenize(body: schemas.DetokenizeRequest, service: Meant) -> Response:
     """Convert token ids to text."""
-    if any(i >= service.backend_vocabulary for i in body.tokens):
-        raise Refusal(400, f"token ids must be below {service.backend_vocabulary}")
-    return await asyncio.to_thread(lambda: JSONResponse({"content": service.codec.decode(body.tokens)}))
+    ids = service.known(body.tokens)
+    return await asyncio.to_thread(lambda: JSONResponse({"content": service.codec.decode(ids)}))
 
 
 @router.post("/apply-template", responses=errors(400, 408, 413, 503))

@@ -66,7 +66,7 @@ async def completions(body: schemas.OpenAICompletionRequest, request: Request, s
     prompts, who = _prompts(request, body)
 
     def text_of(prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else service.codec.decode(prompt)
+        return prompt if isinstance(prompt, str) else service.codec.decode(service.known(prompt))
 
     def prepare(prompt: str | list[int]) -> PreparedTask:
         if body.suffix:

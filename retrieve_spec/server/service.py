@@ -417,6 +417,18 @@ class Service:
             prepared.task = replace(prepared.task, settled=tuple(sorted(places)))
         return replace(prepared, reader=reader)
 
+    def known(self, token_ids: Sequence[int]) -> list[int]:
+        """Return some token ids.
+
+        Raises
+        ------
+        Refusal
+            400: one is not in the vocabulary.
+        """
+        if (most := max(token_ids, default=0)) >= self.backend_vocabulary:
+            raise Refusal(400, f"token id {most} is not in the vocabulary of {self.backend_vocabulary} tokens")
+        return list(token_ids)
+
     def raw(
         self,
         prompt: str | Sequence[int],
@@ -439,11 +451,9 @@ class Service:
             own = f"Its own is {self.fim.fmt.family}'s: ask with a suffix." if self.fim else self.no_fim()
             unknown = f"The prompt is in a fill-in-the-middle format that this model does not know. {own}"
             raise Refusal(501, unknown, "not_supported_error")
-        ids = self.prompts.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.known(self.prompts.encode(prompt) if isinstance(prompt, str) else prompt)
         if not ids:
             ids = [self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else next(iter(self.end_ids))]
-        if max(ids) >= self.backend_vocabulary:
-            raise Refusal(400, f"token id {max(ids)} is not in the vocabulary of {self.backend_vocabulary} tokens")
         room = self.backend.n_ctx - len(ids)
         if room < 1:
             raise TooLong(len(ids), self.backend.n_ctx)

@@ -212,3 +212,11 @@ def test_prompts_are_texts_or_token_ids_one_or_several(server, codec):
         for index in range(len(read)):
             assert "".join(one["content"] for one in told if one["index"] == index) == "said"
             assert [one["stop"] for one in told if one["index"] == index][-1]
+
+
+@pytest.mark.parametrize("more", [{}, {"echo": True}, {"suffix": "\n"}])
+def test_token_ids_that_the_model_does_not_have_are_refused(server, more):
+    unknown = server.service.backend_vocabulary
+    for prompt in ([unknown], [[1], [2, unknown]]):
+        refused = server.post("/v1/completions", {"prompt": prompt, **more})
+        assert refused.status_code == 400 and str(unknown) in refused.json()["error"]["message"]
