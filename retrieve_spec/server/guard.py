@@ -262,7 +262,7 @@ _ESCAPE = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
 _TEXT_OR_LONG_NUMBER = re.compile(
-    r'("(?:[^"\\]|\\.)*+(?:"|\\?\Z))|(?<![0-9.eE+-])-?[0-9]{4301,}+(?![.eE])', re.DOTALL
+    r'("(?:[^"\\]++|\\.)*+(?:"|\\?\Z))|(?<![0-9.eE+-])-?[0-9]{4301,}+(?![.eE])', re.DOTALL
 )  # looked for at the beginning of a number alone: at each of its digits the time would be quadratic
 
 
