@@ -36,6 +36,7 @@ from retrieve_spec.server.sampling import (
     Beginnings,
     Grammars,
     PenaltyProcessor,
+    RecentPenaltyProcessor,
     Sampling,
     TokenLogProb,
     TopLogProbSampler,
@@ -323,6 +324,8 @@ class Backend:
     def _guides(self, sampling: Sampling, prompt: int) -> list[Any]:
         """Return the logits processors of a request whose prompt has that many tokens."""
         guides: list[Any] = []
+        if sampling.recent and sampling.repetition != 1.0:
+            guides.append(RecentPenaltyProcessor(sampling.repetition, sampling.recent))
         if sampling.presence or sampling.frequency:
             guides.append(PenaltyProcessor(sampling.presence, sampling.frequency, prompt))
         if sampling.begun and self._beginnings is not None:

@@ -46,6 +46,7 @@ class Options(SamplingOptions):
 
     num_predict: Annotated[int, Field(ge=-2, le=1 << 31)] | None = None
     repeat_penalty: RepetitionPenalty | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
 

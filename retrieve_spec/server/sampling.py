@@ -12,6 +12,7 @@ from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from retrieve_spec.errors import ConfigError
@@ -57,7 +58,9 @@ class Sampling:
     presence, frequency
         OpenAI's penalties: subtracted from the score of each token in the answer, once, and per occurrence.
     repetition
-        `generate`'s penalty for tokens of prompt and answer; 1 is none.
+        Penalty for tokens of prompt and answer; 1 is none.
+    recent
+        Number of latest tokens that it counts; None: all, as in `generate`.
     bias
         Added to the score, by token.
     logprobs
@@ -75,6 +78,7 @@ class Sampling:
     presence: float = 0.0
     frequency: float = 0.0
     repetition: float = 1.0
+    recent: int | None = None
     bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
 
@@ -87,7 +91,8 @@ class Sampling:
     def generate_kwargs(self, infill: Any = None, guides: Sequence[Any] = ()) -> dict[str, Any]:
         """Return arguments of ``generate``; ``infill`` makes its processor, ``guides`` come before it."""
         guides = list(guides)
-        edits: dict[str, Any] = {"repetition_penalty": self.repetition}  # 1, too: else `generate` takes the model's own
+        # 1, too: else `generate` takes the model's own
+        edits: dict[str, Any] = {"repetition_penalty": self.repetition if self.recent is None else 1.0}
         if self.bias:
             edits["sequence_bias"] = [[[token], value] for token, value in self.bias]
         if self.greedy:
@@ -113,6 +118,8 @@ class Sampling:
 
 
 GREEDY = Sampling()
+_TOP_K = 50
+"""`generate`'s, for a model that samples and does not set it."""
 
 
 def sampling_of(config: Any) -> Sampling:
@@ -122,7 +129,8 @@ def sampling_of(config: Any) -> Sampling:
         return Sampling(repetition=repetition)
     temperature = 1.0 if config.temperature is None else config.temperature
     top_p = 1.0 if config.top_p is None else config.top_p
-    return Sampling(temperature, config.top_k or 0, top_p, config.min_p or 0.0, repetition=repetition)
+    top_k = _TOP_K if config.top_k is None else config.top_k
+    return Sampling(temperature, top_k, top_p, config.min_p or 0.0, repetition=repetition)
 
 
 def of_one_text(config: Any) -> Any:
@@ -216,6 +224,18 @@ class InfillProcessor:
                 kept = [candidates[0][0]]  # the text may not end before the begun text is complete
             out[row, kept] = scores[row, kept] if kept != [end] else 0.0
         return out
+
+
+class RecentPenaltyProcessor:
+    """Penalises repetition of the latest tokens; has the interface of a `LogitsProcessor`."""
+
+    def __init__(self, penalty: float, recent: int) -> None:
+        self._penalise, self._recent = RepetitionPenaltyLogitsProcessor(penalty), recent
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Process (1, vocab) scores after a text (1, n)."""
+        penalised: torch.Tensor = self._penalise(input_ids[:, -self._recent :], scores)
+        return penalised
 
 
 class PenaltyProcessor:

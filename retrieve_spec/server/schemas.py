@@ -157,7 +157,10 @@ class Common(SamplingOptions, Speculating):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    repeat_penalty: RepetitionPenalty | None = Field(None, description="llama.cpp's name of `repetition_penalty`.")
+    repeat_penalty: RepetitionPenalty | None = Field(
+        None, description="llama.cpp's: counts the last `repeat_last_n` tokens; without effect beside the other."
+    )
+    repeat_last_n: Annotated[int, Field(ge=-1)] | None = Field(None, description="64 by default; -1 means all.")
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024)] | None = None
     cache_prompt: StrictBool | None = None
     id_slot: int | None = Field(None, ge=-1, le=1 << 20)

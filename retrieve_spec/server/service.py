@@ -53,6 +53,7 @@ log = logging.getLogger("retrieve_spec.server")
 _USERS = 64
 _FIM_TOKENS = 128
 _FIM_WINDOW = 2048
+_REPEAT_LAST_N = 64
 _MAX_SEED = (1 << 63) - 1
 _SETTLED_EVERY = 1024
 """Tokens after which a cache that cannot be cut is copied, for a prompt with few such places."""
@@ -189,6 +190,14 @@ class Memory:
         while encoded:
             session.read(encoded.popleft())
         return session
+
+
+def _counted_tokens(request: Common) -> int | None:
+    """Return how many of the latest tokens the penalty for repetition counts, None for all: llama.cpp's has a limit."""
+    if request.repetition_penalty is not None or request.repeat_penalty is None:
+        return None
+    last = _REPEAT_LAST_N if request.repeat_last_n is None else request.repeat_last_n
+    return last if last >= 0 else None
 
 
 def settled_before(end: int) -> range:
@@ -547,6 +556,7 @@ class Service:
             presence=request.presence_penalty or 0.0,
             frequency=request.frequency_penalty or 0.0,
             repetition=request.repetition_penalty or request.repeat_penalty or default.repetition,
+            recent=_counted_tokens(request),
             bias=bias,
             logprobs=request.wanted_logprobs(),
         )

@@ -41,11 +41,11 @@ class Noted(Metrics):
 
 
 class Live:
-    def __init__(self, backend, tokenizer, *, config=None, keys=(), workspace=None, service=None, app=None):
+    def __init__(self, backend, tokenizer, *, config=None, keys=(), workspace=None, service=None, app=None, **options):
         noted = Noted()
         self.done, self.backend = noted.done, backend
         self.service = service or Service(
-            backend, tokenizer, "tiny", config or ServeConfig(), workspace, shared=bool(keys), metrics=noted
+            backend, tokenizer, "tiny", config or ServeConfig(), workspace, shared=bool(keys), metrics=noted, **options
         )
         self.app = app = app or create_app(Models.of(self.service), keys=keys)
         listener = listen("127.0.0.1", 0)

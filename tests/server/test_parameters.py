@@ -125,7 +125,9 @@ def test_penalties_and_biases_are_generates(reference, reference_live, greedy):
     for fields, expected in (
         ({"logit_bias": {str(often): -100}}, biased),
         ({"repetition_penalty": 1.4}, penalised),
-        ({"repeat_penalty": 1.4}, penalised),
+        ({"repeat_penalty": 1.4, "repeat_last_n": -1}, penalised),
+        ({"repeat_penalty": 9, "repetition_penalty": 1.4}, penalised),
+        ({"repeat_penalty": 1.4, "repeat_last_n": 0}, plain_text),
         ({"presence_penalty": 0.3, "frequency_penalty": 0.6}, counted),
         ({"logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1}, plain_text),
         ({"logit_bias": {str(often): 100.0}}, tokenizer.decode([often] * 24)),
@@ -136,6 +138,23 @@ def test_penalties_and_biases_are_generates(reference, reference_live, greedy):
     sampled = {"temperature": 1.2, "seed": 9, "presence_penalty": 1.5, "repetition_penalty": 1.2, "top_p": 0.9}
     on, off = (choices(reference_live, "/v1/completions", {**BODY, **sampled, "speculative": s}) for s in (True, False))
     assert on == off
+
+
+@pytest.mark.parametrize(("fields", "last"), [({}, 64), ({"repeat_last_n": 8}, 8)])
+def test_llama_cpps_penalty_counts_the_last_tokens(reference, reference_live, greedy, fields, last):
+    _, plain, tokenizer = reference
+    text = list(tokenizer(PROMPT * 3).input_ids)
+    begun = len(text)
+    for _ in range(24):
+        with torch.no_grad():
+            scores = plain(torch.tensor([text])).logits[0, -1]
+        for token in set(text[-last:]):
+            scores[token] = scores[token] / 1.4 if scores[token] > 0 else scores[token] * 1.4
+        text.append(int(scores.argmax()))
+    body = {"prompt": PROMPT * 3, "n_predict": 24, "repeat_penalty": 1.4, **fields}
+    for speculative in (True, False):
+        answer = reference_live.post("/completion", {**body, "speculative": speculative}).json()
+        assert answer["content"] == tokenizer.decode(text[begun:])
 
 
 def test_llama_cpps_dialect_takes_the_same(reference_live):

@@ -132,8 +132,14 @@ def test_only_chats_that_do_not_say_have_the_models_own_repetition_penalty(odd):
     assert own != without == greedy
 
 
+@pytest.mark.parametrize(("top_k", "chosen"), [(None, 50), (0, 0), (7, 7)])
+def test_a_model_that_samples_without_a_top_k_has_generates(live, say, top_k, chosen):
+    server = live(say("said"), generation_config=GenerationConfig(do_sample=True, top_k=top_k))
+    server.post("/v1/chat/completions", {"messages": [USER]})
+    assert replace(server.done[-1][0].sampling, seed=0) == Sampling(1.0, chosen)
+
+
 def test_a_model_that_is_not_meant_to_sample_is_greedy(reference):
     served, plain, _ = reference
     assert sampling_of(GenerationConfig(temperature=0.7)).greedy
-    assert sampling_of(GenerationConfig(do_sample=True)) == Sampling(1.0)
     assert served.chat_sampling == sampling_of(plain.generation_config)
