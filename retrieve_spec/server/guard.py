@@ -110,6 +110,19 @@ class ThreadNotFound(Refusal):
         return body
 
 
+class ResponseNotFound(Refusal):
+    """The answer to a request that continues an earlier response: OpenAI's, after which clients send all items."""
+
+    def __init__(self, response_id: str) -> None:
+        message = f"Previous response with id '{response_id}' not found: none is kept here. Send all items."
+        super().__init__(400, message)
+
+    def _body(self, path: str) -> dict[str, Any]:
+        body = super()._body(path)
+        body["error"]["code"] = "previous_response_not_found"
+        return body
+
+
 async def refused(request: Request, error: Exception) -> Response:
     """Return the answer to a request that raised an error."""
     if isinstance(error, Refusal):

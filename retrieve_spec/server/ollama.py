@@ -279,7 +279,11 @@ async def show(body: Asked, service: Meant) -> Response:
     """Describe a model's capabilities."""
     template = service.prompts.template
     can = {"completion": True, "tools": True, "insert": service.family, "thinking": template.traits.thoughts}
-    info = {"general.architecture": "model", "model.context_length": service.backend.n_ctx}
+    info = {
+        "general.architecture": "model",
+        "general.basename": service.name,  # VS Code's name of the model
+        "model.context_length": service.backend.n_ctx,
+    }
     return JSONResponse(
         {
             **_entry(service.name),

@@ -343,15 +343,17 @@ def _spelled_bytes(codec: TextCodec) -> dict[int, bytes]:
 
 
 def _sayable(schema: Any, name: str, left_out: list[str]) -> Any:
-    """Return a JSON schema without patterns that no grammar can express: those that look around or back, as Zod's."""
+    """Return a JSON schema without what llguidance refuses: patterns that look around or back, unknown dialects."""
     if isinstance(schema, list):
         return [_sayable(part, name, left_out) for part in schema]
     if not isinstance(schema, dict):
         return schema
     kept = dict(schema)
-    if isinstance(pattern := kept.get("pattern"), str) and check_grammar(json_grammar({"pattern": pattern}), None)[0]:
-        del kept["pattern"]
-        left_out.append(f"{name} (pattern)")
+    for keyword in ("pattern", "$schema"):
+        given = kept.get(keyword)
+        if isinstance(given, str) and check_grammar(json_grammar({keyword: given}), None)[0]:
+            del kept[keyword]
+            left_out.append(f"{name} ({keyword})")
     return {key: _sayable(value, name, left_out) for key, value in kept.items()}
 
 

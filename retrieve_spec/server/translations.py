@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from retrieve_spec.server.answers import Events, ItemizedAnswer, Shown, event, finish_reason
 from retrieve_spec.server.completions import ANSWERS, EventStream, converse, left_out_header
-from retrieve_spec.server.guard import BoundedRoute, ThreadNotFound, TooLong, checked
+from retrieve_spec.server.guard import BoundedRoute, ResponseNotFound, ThreadNotFound, TooLong, checked
 from retrieve_spec.server.history import Names, message_tools, message_turns, response_tools, response_turns
 from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.models import Meant
@@ -290,7 +290,6 @@ class ResponsesRequest(Speculating):
     """`POST /v1/responses`."""
 
     _refused: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "previous_response_id": (),
         "conversation": (),
         "prompt": (),
         "background": (False,),
@@ -302,6 +301,7 @@ class ResponsesRequest(Speculating):
 
     input: Text | Annotated[Items[Item], Field(min_length=1)]
     instructions: Text | None = None
+    previous_response_id: Text | None = None
     max_output_tokens: Count | None = None
     stream: StrictBool | None = None
     temperature: Number | None = None
@@ -319,8 +319,10 @@ class ResponsesRequest(Speculating):
         Raises
         ------
         Refusal
-            400: it is invalid.
+            400: it is invalid, or continues an earlier response, of which nothing is kept.
         """
+        if self.previous_response_id:
+            raise ResponseNotFound(self.previous_response_id)
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         left_out = list(self.left_out)
         tools, self._names = response_tools(self.tools or (), items, left_out, is_tool)

@@ -98,6 +98,15 @@ def test_a_thread_that_is_not_kept_is_asked_for_whole(served):
     assert error["details"] == {"error_code": "thread_not_found"}
 
 
+def test_a_response_that_is_not_kept_is_asked_for_whole(served):
+    """Copilot looks for OpenAI's code before it sends all items again."""
+    server = served("said")
+    for stream in (False, True):
+        answer = server.post("/v1/responses", {"input": [USER], "previous_response_id": "resp_1", "stream": stream})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "previous_response_not_found")
+    assert server.post("/v1/responses", {"input": [USER], "previous_response_id": None}).status_code == 200
+
+
 def test_what_is_left_out_is_told(agent):
     for client in CLIENTS:
         told = agent.post(client.path, client.body).headers.get("x-retrieve-spec-ignored", "")

@@ -97,6 +97,7 @@ def test_what_there_is(thinker):
     running = thinker.client.get("/api/ps").json()["models"]
     assert [model["name"] for model in tags] == ["tiny"] == [model["model"] for model in running]
     shown = thinker.post("/api/show", {"model": "tiny"}).json()
+    assert shown["model_info"]["general.basename"] == "tiny"
     assert shown["capabilities"] == ["completion", "tools", "insert", "thinking"]
     assert shown["model_info"]["model.context_length"] == 4096 and "tool_call" in shown["template"]
     assert int(thinker.client.get("/api/version").json()["version"].split(".")[1]) >= 6

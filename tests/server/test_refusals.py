@@ -103,7 +103,7 @@ UNSERVED = {
         {"functions": [{"name": "f"}], "function_call": {"name": "f"}},
     ],
     "/v1/messages": [{"compaction": {"type": "summarize"}}],
-    "/v1/responses": [{"previous_response_id": "resp_1", "background": True}],
+    "/v1/responses": [{"conversation": "conv_1", "background": True}],
 }
 NOTHING = {
     "/v1/messages": {"thinking": {"type": "disabled"}, "metadata": {"user_id": "u"}, "service_tier": "auto"},
