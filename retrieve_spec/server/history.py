@@ -199,8 +199,8 @@ def _chat_calls(message: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
     return calls
 
 
-def message_turns(messages: Sequence[Any], left_out: list[str]) -> list[Turn]:
-    """Return the turns of Anthropic's messages; each result of a call is a turn."""
+def message_turns(messages: Sequence[Any], found: Mapping[str, Tool], left_out: list[str]) -> list[Turn]:
+    """Return the turns of Anthropic's messages; each result of a call is a turn, with the tools that a search found."""
     turns = list[Turn]()
     for place, message in _entries(messages, "messages", left_out):
         content = message.get("content")
@@ -209,7 +209,7 @@ def message_turns(messages: Sequence[Any], left_out: list[str]) -> list[Turn]:
         calls = [block for block in map(_object, blocks) if block.get("type") == "tool_use"]
         others = [block for block in blocks if block is not None and block not in (*results, *calls)]
         for block in results:
-            text = _result_text(block.get("content"), place, left_out)
+            text = _result_text(_with_definitions(block.get("content"), found), place, left_out)
             turns.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         said: Turn = {"role": message.get("role"), "content": others}
         if calls:
@@ -220,6 +220,25 @@ def message_turns(messages: Sequence[Any], left_out: list[str]) -> list[Turn]:
         if others or calls or not results:
             turns.append(said)
     return turns
+
+
+def _referenced(messages: Sequence[Any]) -> set[str]:
+    """Return the names of tools to which results of calls refer."""
+    contents = [_object(message).get("content") for message in messages]
+    blocks = [_object(block) for content in contents if isinstance(content, list) for block in content]
+    parts = [part for block in blocks if isinstance(block.get("content"), list) for part in block["content"]]
+    return {str(_object(part).get("tool_name")) for part in parts}
+
+
+def _with_definitions(result: Any, found: Mapping[str, Tool]) -> Any:
+    """Return the result of a search with the definitions of the tools that it refers to."""
+    if not isinstance(result, list):
+        return result
+    named = [found.get(str(_object(part).get("tool_name"))) for part in result]
+    return [
+        part if tool is None else f"<function>{json.dumps(tool['function'], ensure_ascii=False)}</function>\n"
+        for part, tool in zip(result, named, strict=True)
+    ]
 
 
 def response_turns(items: Sequence[Any], names: Names, left_out: list[str]) -> list[Turn]:
@@ -322,15 +341,27 @@ def only(tools: Any, allowed: Mapping[str, Any]) -> list[Any]:
     return [tool for tool in tools or () if _object(_object(tool).get("function")).get("name") in names]
 
 
-def message_tools(tools: Sequence[Mapping[str, Any]], left_out: list[str]) -> list[Tool]:
-    """Return the tools of Anthropic's dialect that the client describes itself."""
-    kept = list[Tool]()
+def message_tools(
+    tools: Sequence[Mapping[str, Any]], messages: Sequence[Any], left_out: list[str]
+) -> tuple[list[Tool], dict[str, Tool]]:
+    """Return the tools of Anthropic's dialect that the client describes itself, and which of them its search found.
+
+    A deferred tool is offered when a message refers to it. The message describes it, so that the prompt begins as
+    before. If the provider is to search, which is not done here, no tool is deferred.
+    """
+    kept, found, names = list[Tool](), dict[str, Tool](), _referenced(messages)
+    searched = any(_kind_of(tool).startswith("tool_search") for tool in tools)
     for number, tool in enumerate(tools):
+        name = tool.get("name")
+        described = _function(name, {**tool, "parameters": tool.get("input_schema") or {}})
         if tool.get("type") not in (None, "custom"):
             left_out.append(f"tools.{number} ({_kind_of(tool)})")
-        else:
-            kept.append(_function(tool.get("name"), {**tool, "parameters": tool.get("input_schema") or {}}))
-    return kept
+        elif searched or not tool.get("defer_loading"):
+            kept.append(described)
+        elif str(name) in names:
+            kept.append(described)
+            found[str(name)] = described
+    return kept, found
 
 
 def response_tools(

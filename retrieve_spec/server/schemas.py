@@ -385,6 +385,13 @@ class Conversation(Refusing):
             fields = {**fields, "tools": only(fields.get("tools"), allowed), "tool_choice": allowed.get("mode", "auto")}
         return super()._translated(fields, left_out)
 
+    _described_later: set[str] = PrivateAttr(default_factory=set)
+
+    @property
+    def described_later(self) -> set[str]:
+        """Names of functions that the messages describe, and the chat template must not."""
+        return self._described_later
+
     @property
     def offered(self) -> dict[str, Tool]:
         """Functions that may be called, by name."""
@@ -402,8 +409,9 @@ class Conversation(Refusing):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """Functions that may be called, in the form that chat templates read."""
-        return [tool.model_dump(exclude_unset=True) for tool in self.offered.values()]
+        """Functions that the chat template describes, in the form that it reads."""
+        later = self.described_later
+        return [tool.model_dump(exclude_unset=True) for name, tool in self.offered.items() if name not in later]
 
     def rendering(self) -> dict[str, Any]:
         """Return arguments of `apply_chat_template`: the template's own variables, and how the prompt ends."""

@@ -114,10 +114,11 @@ class CountRequest(Speculating):
         left_out, choice, output = list(self.left_out), self.tool_choice, self.output_config or OutputOptions()
         head = [{"role": "system", "content": self.system}] if self.system else []
         wanted = self.output_format or output.format
+        tools, found = message_tools(self.tools or (), self.messages, left_out)
         fields |= {
             **self.own_fields(),
-            "messages": [*head, *message_turns(self.messages, left_out)],
-            "tools": message_tools(self.tools or (), left_out),
+            "messages": [*head, *message_turns(self.messages, found, left_out)],
+            "tools": tools,
             "reasoning_effort": output.effort,
             "enable_thinking": None if self.thinking is None else self.thinking.type != "disabled",
             "response_format": None if wanted is None else {"type": "json_schema", "schema": wanted.schema_},
@@ -127,7 +128,9 @@ class CountRequest(Speculating):
                 "tool_choice": choice.as_choice(),
                 "parallel_tool_calls": not choice.disable_parallel_tool_use,
             }
-        return as_chat(fields, left_out)
+        chat = as_chat(fields, left_out)
+        chat.described_later.update(found)
+        return chat
 
 
 def as_chat(fields: dict[str, Any], left_out: list[str]) -> ChatRequest:

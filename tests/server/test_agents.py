@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from first_requests import ASKED, CLIENTS, RULES
+from first_requests import ASKED, CLIENTS, RULES, SCHEMA
 from templates import FAMILIES, called
 
 SAID = ("choices", "content", "output", "message")
@@ -105,6 +105,32 @@ def test_a_response_that_is_not_kept_is_asked_for_whole(served):
         answer = server.post("/v1/responses", {"input": [USER], "previous_response_id": "resp_1", "stream": stream})
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "previous_response_not_found")
     assert server.post("/v1/responses", {"input": [USER], "previous_response_id": None}).status_code == 200
+
+
+def test_a_tool_that_a_search_finds_is_described_where_it_was_found(served):
+    """Claude Code adds it to its tools: at the beginning, all that was said would have to be read again."""
+    server = served(lambda prompt: called("qwen2.5", "fetch", {"url": "x"}) if "Fetches" in prompt else "said")
+
+    def tool(name, **fields):
+        return {"name": name, "description": f"{name.title()}es.", "input_schema": SCHEMA, **fields}
+
+    first = {"messages": [USER], "max_tokens": 99, "tools": [tool("search"), tool("hold", defer_loading=True)]}
+    assert server.post("/v1/messages", first).json()["content"] == [{"type": "text", "text": "said"}]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "tool_name": "fetch"}]}
+    said = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "search", "input": {}}]}
+    asked = {
+        **first, "tools": [tool("search"), tool("fetch", defer_loading=True), tool("hold", defer_loading=True)],
+        "messages": [USER, said, {"role": "user", "content": [result]}],
+    }  # fmt: skip
+    answer = server.post("/v1/messages", asked)
+    assert [(block["name"], block["input"]) for block in answer.json()["content"]] == [("fetch", {"url": "x"})]
+    assert "x-retrieve-spec-ignored" not in answer.headers
+    before, after = map(server.service.codec.decode, server.backend.prompts)
+    assert after.startswith(before.removesuffix("<|im_start|>assistant\n")) and '<function>{"name": "fetch"' in after
+    assert "Holdes." not in after
+    by_provider = [*asked["tools"], {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}]
+    assert server.post("/v1/messages", {**first, "tools": by_provider}).status_code == 200
+    assert "Holdes." in server.service.codec.decode(server.backend.prompts[-1])
 
 
 def test_what_is_left_out_is_told(agent):
