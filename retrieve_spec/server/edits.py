@@ -28,9 +28,10 @@ class EditFormat:
 FORMATS = (
     EditFormat(re.compile(r"<\|editable_region_start\|>\n?"), "<|editable_region_end|>", "<|editable_region_start|>\n"),
     EditFormat(re.compile(r"^<<<<<<< CURRENT\n", re.MULTILINE), "=======\n"),
+    EditFormat(re.compile(r"<\|marker_1\|>\n"), "<|marker_", "<|marker_1|>\n"),
     EditFormat(re.compile(r"<\|file_sep\|>current/[^\n]*\n"), "<|file_sep|>updated/"),
 )
-"""The formats of Zeta, of its second version, and of Sweep's next-edit models."""
+"""The formats of Zeta, of its second version, of those that number blocks (2.1, 3), and of Sweep's next-edit models."""
 
 
 @dataclass(frozen=True, slots=True)

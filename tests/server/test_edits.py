@@ -29,6 +29,11 @@ PROMPTS = {
         f"<<<<<<< CURRENT\n{marked('<|user_cursor|>')}=======\n",
         EXCERPT,
     ),
+    "zeta2.1": (
+        f"<[fim-suffix]>\nprint(add(1, 2))\n<[fim-prefix]><filename>edit_history\n{HISTORY}<filename>sums.py\n"
+        f"<|marker_1|>\nimport math\n<|marker_2|>\n{marked('<|user_cursor|>')}<|marker_3|>\n",
+        f"<|marker_1|>\nimport math\n<|marker_2|>\n{EXCERPT}",
+    ),
     "sweep": (
         f"<|file_sep|>sums.py.diff\noriginal:\na, b\nupdated:\nfirst, b\n<|file_sep|>original/sums.py\n"
         f"def add(a, b):\n    return a + b\n\n<|file_sep|>current/sums.py\n{EXCERPT}<|file_sep|>updated/sums.py\n",
