@@ -270,12 +270,19 @@ class PassThreads:
         return self.chosen
 
     @classmethod
-    def of_torch(cls) -> Self | None:
-        """The choice for passes on this machine's cores; None where torch's OpenMP runtime cannot be asked."""
+    def of_torch(cls, left: int = 0) -> Self | None:
+        """The choice for passes on this machine's cores; None where torch's OpenMP runtime cannot be asked.
+
+        It begins with `left` threads fewer than the user's setting.
+        """
         import torch  # imported here, since drafters inside other engines run without torch
 
         library, get_threads = libgomp_of(os.path.dirname(torch.__file__)), torch.get_num_threads
-        return None if library is None else cls(get_threads(), library.omp_set_num_threads, get_threads)
+        if library is None:
+            return None
+        threads = cls(get_threads(), library.omp_set_num_threads, get_threads)
+        threads.chosen = max(threads.most - left, 1)
+        return threads
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
