@@ -92,8 +92,8 @@ DTYPE = click.option(
 )
 QUANTIZE = click.option(
     "--quantize",
-    type=click.Choice(["int8", "int4", "fp8"]),
-    help="Quantise the weights, once; they are kept in the cache. Activations are bfloat16. fp8 is for GPUs.",
+    type=click.Choice(["int8", "int4", "fp8", "nf4"]),
+    help="Quantise the weights, once; they are kept in the cache. Activations are bfloat16. fp8 and nf4 are for GPUs.",
 )
 DEVICE = click.option("--device", default="auto", show_default=True, metavar="D", help="auto, cpu, cuda, cuda:1 …")
 _Command = TypeVar("_Command", bound=Callable[..., Any])

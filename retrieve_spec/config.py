@@ -232,7 +232,7 @@ class LoadOptions:
     dtype
         Number format of the weights; `"auto"` takes them as stored.
     quantize
-        `"int8"`, `"int4"` or, on a GPU, `"fp8"` packs the weights; None leaves them as they are.
+        `"int8"`, `"int4"` or, on a GPU, `"fp8"` or `"nf4"` packs the weights; None leaves them as they are.
     device
         `"auto"`, or a device by torch's name.
     """

@@ -25,6 +25,7 @@ from retrieve_spec.kernels.cpu import (
     GROUP,
     GROUP_BYTES,
     LANES,
+    NF4,
     packed_product,
     row_product,
     unpacked_product,
@@ -42,24 +43,24 @@ class WeightOnlyConfig(QuantizationConfigMixin):  # type: ignore[misc]
     Parameters
     ----------
     bits
-        8: a scale for every 32 weights of a row; 4: a scale and an offset. The token embedding and the head have 8 bits
-        in both.
+        8: a scale for every 32 weights of a row; 4: a scale and an offset. The token embedding and the head have
+        integers of 8 bits in both.
     modules_to_not_convert
         Paths of linear layers that are not packed.
     floats
-        Whether the 8 bits are FP8 (e4m3) instead of integers. For GPUs: a CPU unpacks them for each product.
+        Whether weights are numbers of FP8 (e4m3) or, with 4 bits, of NF4 with a scale, instead of integers. For GPUs: a
+        CPU unpacks them for each product.
 
     Raises
     ------
     ConfigError
-        `bits` is another number, or floats have other than 8.
+        `bits` is another number.
     """
 
     def __init__(
         self, bits: int = 8, modules_to_not_convert: Collection[str] = (), floats: bool = False, **_: Any
     ) -> None:
         require(bits in (4, 8), "weights of 4 or 8 bits", bits, "Give one of them.")
-        require(bits == 8 or not floats, "floats of 8 bits", bits, "Leave bits at 8.")
         self.quant_method = METHOD
         self.bits, self.floats = bits, floats
         self.modules_to_not_convert = list(modules_to_not_convert)
@@ -167,6 +168,12 @@ def pack(weight: torch.Tensor, bits: int, floats: bool = False) -> torch.Tensor:
 
     Rows are padded to a multiple of 16. Values of GGUF's blocks Q4_0 and Q4_1 (in 8 bits: Q8_0) do not change.
     """
+    if floats and bits == 4:
+        blocks = weight.float().reshape(len(weight), -1, GROUP)
+        scales = blocks.abs().amax(-1).clamp(min=_LEAST)
+        table = torch.tensor(NF4, device=weight.device)
+        levels = torch.bucketize(blocks / scales.unsqueeze(-1), (table[1:] + table[:-1]) / 2)
+        return pack_floats(levels.flatten(1).byte(), scales)
     if floats:
         largest = weight.float().abs().amax(1, keepdim=True).clamp(min=_LEAST)
         scales = largest / torch.finfo(torch.float8_e4m3fn).max
@@ -186,21 +193,24 @@ def pack(weight: torch.Tensor, bits: int, floats: bool = False) -> torch.Tensor:
     scale, offset = scale.half(), offset.half()
     levels = ((groups - offset.float().unsqueeze(-1)) / scale.float().unsqueeze(-1)).round_()
     if bits == 8:
-        return lay_out((levels.clamp_(-127, 127) + 128).byte(), scale)
-    return lay_out(levels.clamp_(0, 15).byte(), scale, offset)
+        return lay_out(8, (levels.clamp_(-127, 127) + 128).byte(), scale)
+    return lay_out(4, levels.clamp_(0, 15).byte(), scale, offset)
 
 
 def pack_floats(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the packed form of (n, k) numbers of FP8 with (n, k / 32) scales: (n, bytes of a row) `FLOATS`."""
-    padding = 0, 0, 0, -len(levels) % LANES
+    """Return the packed form of (n, k) floats with (n, k / 32) scales: (n, bytes of a row) `FLOATS`.
+
+    Levels are numbers of FP8, or places in `NF4`, which are uint8.
+    """
+    padding, bits = (0, 0, 0, -len(levels) % LANES), 4 if levels.dtype == torch.uint8 else 8
     numbers, factors = functional.pad(levels.view(torch.uint8), padding), functional.pad(256 * scales.float(), padding)
-    return lay_out(numbers.view(len(numbers), -1, GROUP), factors.half()).view(FLOATS)
+    return lay_out(bits, numbers.view(len(numbers), -1, GROUP), factors.half()).view(FLOATS)
 
 
-def lay_out(levels: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
-    """Return packed weights of (n, k / 32, 32) uint8 levels and (n, k / 32) float16 scales and, for 4 bits, offsets."""
+def lay_out(bits: int, levels: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
+    """Return packed weights of (n, k / 32, 32) uint8 levels and (n, k / 32) float16 scales and, if any, offsets."""
     fours = levels.view(-1, LANES, levels.shape[1], GROUP // 4, 4).permute(0, 2, 3, 1, 4)
-    if len(numbers) == 2:
+    if bits == 4:
         fours = fours[:, :, :4] | (fours[:, :, 4:] << 4)
     by_panel = [x.view(-1, LANES, x.shape[1]).transpose(1, 2).contiguous().view(torch.uint8) for x in numbers]
     return torch.cat([fours.flatten(2), *by_panel], -1).view(len(levels), -1)

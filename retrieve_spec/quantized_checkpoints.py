@@ -3,7 +3,8 @@
 - AWQ, GPTQ and compressed-tensors with 4 bits become packed weights (`convert`): groups have a scale and a zero point
   for 32 weights or a multiple, so levels are repacked instead of rounded again (`retrieve_spec.quantized`). Values of
   symmetric groups do not change; offsets of others are rounded to float16.
-- FP8, compressed-tensors with 8 bits and bitsandbytes become weights in 16 or 32 bits (`read_values`). Their own layers
+- FP8 and bitsandbytes' NF4 also become packed weights, for a GPU: their numbers stay, scales are rounded to float16.
+- FP8, compressed-tensors with 8 bits and bitsandbytes become weights in 16 or 32 bits (`read_values`). Layers of 8 bits
   also round inputs to 8 bits, which has no place on a CPU; here inputs are not rounded, so scales of inputs are unused.
 """
 
@@ -64,7 +65,7 @@ class QuantizedWeight:
         parts = self.levels, scales, -scales * self.zeros
         levels, *numbers = (functional.pad(part, (0, 0, 0, -rows % LANES)) for part in parts)
         repeated = (each.half().repeat_interleave(repeats, 1) for each in numbers)
-        return lay_out(levels.view(len(levels), -1, GROUP), *repeated)
+        return lay_out(_BITS, levels.view(len(levels), -1, GROUP), *repeated)
 
     def dense(self) -> torch.Tensor:
         """Return the (n, k) float32 values."""
@@ -153,7 +154,7 @@ def convert(source: Path, config: PretrainedConfig, wanted: WeightOnlyConfig) ->
     config
         Its configuration.
     wanted
-        The format: integers of 4 bits, or FP8 for a checkpoint for which `has_floats` is true.
+        The format: integers of 4 bits, or floats for a checkpoint that `has_floats` of them.
 
     Returns
     -------
@@ -210,20 +211,18 @@ def _getter(files: dict[str, Any]) -> Get:
     return lambda name: files[name].get_tensor(name) if name in files else None
 
 
-def _readers(
-    files: dict[str, Any], settings: dict[str, Any]
-) -> dict[str, Callable[[], QuantizedWeight | ScaledWeight]]:
+def _readers(files: dict[str, Any], settings: dict[str, Any]) -> dict[str, Callable[[], StoredWeight]]:
     """Return a function that reads the weight of each quantised layer."""
     get = _getter(files)
     if settings["quant_method"] in _FORMATS and not _is_scaled(settings):
         marker, read = _FORMATS[settings["quant_method"]]
         layers = [name.removesuffix(f".{marker}") for name in files if name.endswith(f".{marker}")]
         return {layer: partial(read, get, layer, settings) for layer in layers}
-    return {layer: partial(_by_scale, get, layer, marker, settings) for layer, marker in _markers(files).items()}
+    return {layer: partial(_read_marked, get, layer, marker, settings) for layer, marker in _markers(files).items()}
 
 
 def _packed_state(
-    model: Any, files: dict[str, Any], read: dict[str, Callable[[], QuantizedWeight | ScaledWeight]]
+    model: Any, files: dict[str, Any], read: dict[str, Callable[[], StoredWeight]]
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a quantised model, which is on the meta device, from the open file of each tensor."""
     get, head, state = _getter(files), model.get_output_embeddings(), {}
@@ -252,7 +251,7 @@ def _settings_to_keep(config: PretrainedConfig, wanted: WeightOnlyConfig) -> dic
     """Return the settings of a checkpoint's format, after checking that the wanted one can keep its levels."""
     settings = _settings(config)
     _check_transforms(settings)
-    if wanted.floats and has_floats(config):
+    if has_floats(config, wanted):
         return settings
     method = settings.get("quant_method")
     if method not in _FORMATS:
@@ -266,8 +265,9 @@ def _settings_to_keep(config: PretrainedConfig, wanted: WeightOnlyConfig) -> dic
     layouts = _LAYOUTS[method][1]
     if (layout := _layout(settings)) not in layouts:
         raise UnsupportedModelError(f"weights in the layout {' or '.join(layouts)}", layout, _REMEDY)
-    if wanted.bits != _BITS:
-        raise UnsupportedModelError("int4 for a checkpoint of 4 bits", f"{wanted.bits} bits", "Give 'int4'.")
+    if wanted.floats or wanted.bits != _BITS:
+        got = f"{wanted.bits} bits{' of floats' if wanted.floats else ''}"
+        raise UnsupportedModelError("int4 for a checkpoint of integers of 4 bits", got, "Give 'int4'.")
     return settings
 
 
@@ -308,10 +308,13 @@ def has_values(config: PretrainedConfig) -> bool:
     return settings.get("quant_method") in _WITH_VALUES or _is_scaled(settings)
 
 
-def has_floats(config: PretrainedConfig) -> bool:
-    """Whether a checkpoint's weights are numbers of FP8."""
+def has_floats(config: PretrainedConfig, wanted: WeightOnlyConfig) -> bool:
+    """Whether a checkpoint's weights are numbers of the wanted format, FP8 or NF4."""
     settings = _settings(config)
-    return settings.get("quant_method") in ("fp8", "fbgemm_fp8") or settings.get("format") == "float-quantized"
+    if wanted.floats and wanted.bits == _BITS:
+        return bool(settings.get("load_in_4bit")) and settings["bnb_4bit_quant_type"] == "nf4"
+    is_fp8 = settings.get("quant_method") in ("fp8", "fbgemm_fp8") or settings.get("format") == "float-quantized"
+    return wanted.floats and is_fp8
 
 
 def _is_scaled(settings: dict[str, Any]) -> bool:
@@ -349,11 +352,7 @@ def read_values(
         get = _getter(files)
         markers = _markers(files)
         for layer, marker in markers.items():
-            if marker == _TABLE_MARKER:
-                values = _by_table(get, layer, settings)
-            else:
-                values = _by_scale(get, layer, marker, settings).dense()
-            state[f"{layer}.weight"] = values.to(dtype)
+            state[f"{layer}.weight"] = _read_marked(get, layer, marker, settings).dense().to(dtype)
         for name in files:
             if (layer_and_part := _PART.fullmatch(name)) and layer_and_part[1] in markers:
                 continue
@@ -412,6 +411,48 @@ class ScaledWeight:
         return values.mul_(self.scales.repeat_interleave(self.block, 1)[:, : values.shape[1]])
 
 
+@dataclass
+class TableWeight:
+    """A weight with values table[place] · scale.
+
+    Attributes
+    ----------
+    places
+        (n, k) uint8, from 0 to 15.
+    table
+        (16,) float32: `NF4`, or another one, which cannot be packed.
+    scales
+        (blocks,) float32, of the weight as one row.
+    block
+        Number of weights that share a scale; the last block may be smaller.
+    """
+
+    places: torch.Tensor
+    table: torch.Tensor
+    scales: torch.Tensor
+    block: int
+
+    def packed(self) -> torch.Tensor:
+        """Return a weight in NF4 in the layout of `retrieve_spec.quantized.pack_floats`, with the same places."""
+        _check_group(self.block)
+        of_group = torch.arange(0, self.places.numel(), GROUP) // self.block
+        return pack_floats(self.places, self.scales[of_group].view(len(self.places), -1))
+
+    def dense(self) -> torch.Tensor:
+        """Return the (n, k) float32 values."""
+        return _times(self.table[self.places.int()], self.scales, self.block).view(self.places.shape)
+
+
+StoredWeight = QuantizedWeight | ScaledWeight | TableWeight
+
+
+def _read_marked(get: Get, layer: str, marker: str, settings: dict[str, Any]) -> ScaledWeight | TableWeight:
+    """Return a layer's weight, by the name of its scales."""
+    if marker == _TABLE_MARKER:
+        return _by_table(get, layer, settings)
+    return _by_scale(get, layer, marker, settings)
+
+
 def _by_scale(get: Get, layer: str, marker: str, settings: dict[str, Any]) -> ScaledWeight:
     """Return numbers of 8 bits with a scale of all of them, or with scales of outputs or blocks."""
     numbers, scales = _read(get, layer, "weight", marker)
@@ -442,16 +483,17 @@ def _block(weight: torch.Size, scales: torch.Size, settings: dict[str, Any], lay
     return outputs, inputs
 
 
-def _by_table(get: Get, layer: str, settings: dict[str, Any]) -> torch.Tensor:
-    """Return the values of two numbers of 4 bits in each byte, which are places in a table, with scales of blocks."""
+def _by_table(get: Get, layer: str, settings: dict[str, Any]) -> TableWeight:
+    """Return two numbers of 4 bits from each byte, which are places in a table, with scales of blocks."""
     kind = f"weight.quant_state.bitsandbytes__{settings['bnb_4bit_quant_type']}"
     weight, scales, table, text = _read(get, layer, "weight", _TABLE_MARKER, "weight.quant_map", kind)
     about = json.loads(bytes(text.tolist()))
     if "nested_offset" in about:
         nested, nested_table = _read(get, layer, "weight.nested_absmax", "weight.nested_quant_map")
         scales = _times(nested_table[scales.int()], nested, about["nested_blocksize"]) + about["nested_offset"]
-    pairs = torch.cartesian_prod(table, table)  # the first of a byte is in its high bits
-    return _times(pairs[weight.view(torch.uint8).flatten().int()], scales, about["blocksize"]).view(about["shape"])
+    pairs = weight.view(torch.uint8).flatten()
+    places = torch.stack([pairs >> 4, pairs & 15], -1).view(about["shape"])
+    return TableWeight(places, table, scales.float(), about["blocksize"])
 
 
 def _times(values: torch.Tensor, scales: torch.Tensor, size: int) -> torch.Tensor:

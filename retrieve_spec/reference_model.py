@@ -50,7 +50,9 @@ HUB_REMEDY = (
     "Give 'smollm2', 'reference', a folder, or a hub id; the last needs the network once, and maybe `hf auth login`."
 )
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTISED: dict[str, dict[str, Any]] = {"int8": {"bits": 8}, "int4": {"bits": 4}, "fp8": {"bits": 8, "floats": True}}
+QUANTISED: dict[str, dict[str, Any]] = {
+    "int8": {"bits": 8}, "int4": {"bits": 4}, "fp8": {"bits": 8, "floats": True}, "nf4": {"bits": 4, "floats": True},
+}  # fmt: skip
 """Settings of `WeightOnlyConfig` by the name of the format."""
 
 
@@ -75,11 +77,11 @@ def load_model(
     device
         `"auto"` (the first GPU, else the CPU) or a torch device string.
     quantize
-        `"int8"`, `"int4"` or `"fp8"` packs the weights (`retrieve_spec.quantized`), once: the folder is kept in the
-        cache, for CPUs (but not `"fp8"`) and CUDA GPUs. Activations are bfloat16 then. `"int4"` also packs checkpoints
-        of AWQ, GPTQ and compressed-tensors with 4 bits, `"fp8"` those in FP8, whose values stay. None leaves weights as
-        they are; on a CPU, those of FP8, compressed-tensors with 8 bits and bitsandbytes become bfloat16
-        (`retrieve_spec.quantized_checkpoints`).
+        `"int8"`, `"int4"`, `"fp8"` or `"nf4"` packs the weights (`retrieve_spec.quantized`), once: the folder is kept
+        in the cache, for CUDA GPUs and, but for `"fp8"` and `"nf4"`, CPUs. Activations are bfloat16 then. `"int4"` also
+        packs checkpoints of AWQ, GPTQ and compressed-tensors with 4 bits, `"fp8"` those in FP8, `"nf4"` those of
+        bitsandbytes in NF4, whose values stay. None leaves weights as they are; on a CPU, those of FP8,
+        compressed-tensors with 8 bits and bitsandbytes become bfloat16 (`retrieve_spec.quantized_checkpoints`).
 
     Raises
     ------
@@ -97,12 +99,14 @@ def load_model(
     target = _device(device)
     wanted = _dtype(dtype, name, target)
     if quantize is not None:
-        require(quantize in QUANTISED, "weights in int8, int4 or fp8", quantize, "Leave quantize out for none of them.")
+        formats = "int8, int4, fp8 or nf4"
+        require(quantize in QUANTISED, f"weights in {formats}", quantize, "Leave quantize out for none of them.")
         require(dtype in ("auto", "bfloat16"), "dtype 'auto' or 'bfloat16' with quantize", dtype, "Leave it at 'auto'.")
         serves = target.type in ("cpu", "cuda")
         require(serves, "a CPU or a CUDA GPU, which multiply by packed weights", str(target), "Give device='cpu'.")
-        on_gpu = quantize != "fp8" or target.type == "cuda"
-        require(on_gpu, "a CUDA GPU, which multiplies by fp8 weights", str(target), "Give quantize='int8'.")
+        on_gpu = "floats" not in QUANTISED[quantize] or target.type == "cuda"
+        remedy = f"Give quantize='int{QUANTISED[quantize]['bits']}'."
+        require(on_gpu, f"a CUDA GPU, which multiplies by {quantize} weights", str(target), remedy)
     from retrieve_spec.quantized_checkpoints import has_values
 
     if quantize is not None and (file := _gguf_file(name)) is not None:
@@ -140,7 +144,7 @@ def _quantised(source: str, config: PretrainedConfig, options: dict[str, Any], q
     stored, wanted = getattr(config, "quantization_config", None), WeightOnlyConfig(**QUANTISED[quantize])
     if stored is None:
         model = with_all_weights(source, source, config=config, quantization_config=wanted, **options)
-    elif has_values(config) and not (wanted.floats and has_floats(config)):
+    elif has_values(config) and not has_floats(config, wanted):
         model = _of_values(source, config, torch.bfloat16, quantization_config=wanted)
     else:
         _convert(_local(source), config, folder, wanted)
@@ -172,7 +176,7 @@ def _of_values(source: str, config: PretrainedConfig, dtype: torch.dtype | str, 
 
 
 def _convert(local: Path, config: PretrainedConfig, folder: Path, wanted: WeightOnlyConfig) -> None:
-    """Convert a checkpoint with weights of 4 bits, or in FP8, to a folder with packed weights."""
+    """Convert a checkpoint whose weights keep their values to a folder with packed weights."""
     from retrieve_spec.quantized_checkpoints import convert
 
     save = convert(local, config, wanted)

@@ -1,4 +1,4 @@
-"""Checkpoints with weights of 8 bits, as other packages write them."""
+"""Checkpoints with weights of 8 bits, and of bitsandbytes, as other packages write them."""
 
 import json
 from collections.abc import Callable
@@ -9,11 +9,13 @@ import torch
 from batch_rows import small_model
 from safetensors.torch import load_file, save_file
 
+from retrieve_spec.kernels.cpu import NF4 as NUMBERS
 from retrieve_spec.reference_model import reference_path
 
 Tensors = dict[str, torch.Tensor]
 FLOATS = torch.float8_e4m3fn
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
 def expanded(scales: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -38,6 +40,28 @@ def by_block(weight: torch.Tensor, name: str = "weight_scale_inv") -> tuple[Tens
 def by_output(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     numbers, scales = (weight * 400).to(FLOATS), some_scales(len(weight), 1).to(torch.bfloat16)
     return {"weight": numbers, "weight_scale": scales}, numbers.float() * scales.float()
+
+
+def by_table(weight: torch.Tensor, nested: bool = False) -> tuple[Tensors, torch.Tensor]:
+    """Two places in a table in each byte, the first in the high bits; scales of 64 weights, themselves from a table."""
+    table, places = torch.tensor(NUMBERS), torch.randint(16, (weight.numel(),))
+    scales = some_scales(-(-weight.numel() // 64))
+    about = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
+    stored = {"absmax": scales, "quant_map": table}
+    if nested:
+        codes, tables, factors = (
+            torch.randint(256, scales.shape),
+            torch.linspace(-1, 1, 256),
+            some_scales(-(-len(scales) // 256)),
+        )
+        scales = tables[codes] * factors.repeat_interleave(256)[: len(codes)] + 0.01
+        about |= {"nested_blocksize": 256, "nested_offset": 0.01, "nested_dtype": "float32"}
+        stored |= {"absmax": codes.to(torch.uint8), "nested_absmax": factors, "nested_quant_map": tables}
+    stored["quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
+    tensors = {f"weight.{name}": tensor for name, tensor in stored.items()}
+    tensors["weight"] = (places[::2] << 4 | places[1::2]).to(torch.uint8)[:, None]
+    values = table[places] * scales.repeat_interleave(64)[: len(places)]
+    return tensors, values.view(weight.shape)
 
 
 def set_format(folder: Path, settings: dict[str, Any]) -> None:

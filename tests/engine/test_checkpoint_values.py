@@ -1,6 +1,5 @@
 """Checkpoints of FP8, of compressed-tensors with 8 bits and of bitsandbytes, read without these packages."""
 
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +9,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from stored_formats import FLOATS, FP8, Tensors, blocks_of, by_block, by_output, checkpoint, expanded, some_scales
+from stored_formats import (
+    FLOATS,
+    FP8,
+    NF4,
+    Tensors,
+    blocks_of,
+    by_block,
+    by_output,
+    by_table,
+    checkpoint,
+    expanded,
+    some_scales,
+)
 
 import retrieve_spec as rs
 from retrieve_spec.errors import UnsupportedModelError
@@ -49,37 +60,11 @@ def in_integers(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"weight": numbers, "weight_scale": scales, "weight_zero_point": zeros}, (numbers.float() - zeros) * scales
 
 
-def by_table(weight: torch.Tensor, nested: bool = False) -> tuple[Tensors, torch.Tensor]:
-    """Two places in a table in each byte, the first in the high bits; scales of 64 weights, themselves from a table."""
-    table, places, scales = (
-        torch.linspace(-1, 1, 16),
-        torch.randint(16, (weight.numel(),)),
-        some_scales(-(-weight.numel() // 64)),
-    )
-    about = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
-    stored = {"absmax": scales, "quant_map": table}
-    if nested:
-        codes, tables, factors = (
-            torch.randint(256, scales.shape),
-            torch.linspace(-1, 1, 256),
-            some_scales(-(-len(scales) // 256)),
-        )
-        scales = tables[codes] * factors.repeat_interleave(256)[: len(codes)] + 0.01
-        about |= {"nested_blocksize": 256, "nested_offset": 0.01, "nested_dtype": "float32"}
-        stored |= {"absmax": codes.to(torch.uint8), "nested_absmax": factors, "nested_quant_map": tables}
-    stored["quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
-    tensors = {f"weight.{name}": tensor for name, tensor in stored.items()}
-    tensors["weight"] = (places[::2] << 4 | places[1::2]).to(torch.uint8)[:, None]
-    values = table[places] * scales.repeat_interleave(64)[: len(places)]
-    return tensors, values.view(weight.shape)
-
-
 def compressed(layout: str, **weights: Any) -> dict[str, Any]:
     groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8} | weights}}
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
 
 
-NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 ROTATION = {"apply": [{"location": "weight_input"}, {"location": "input"}]}
 ROTATED = {"transform_config": {"config_groups": {"u": ROTATION}}}
 

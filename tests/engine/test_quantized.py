@@ -21,7 +21,7 @@ from transformers import (
 
 import retrieve_spec as rs
 from retrieve_spec.errors import UnsupportedModelError
-from retrieve_spec.kernels.cpu.packed_products import GROUP, unpack
+from retrieve_spec.kernels.cpu.packed_products import GROUP, NF4, unpack
 from retrieve_spec.kernels.cpu.row_programs import CAN_RUN
 from retrieve_spec.quantized import Int8Embedding, PackedLinear, WeightOnlyConfig, pack, pack_model
 from retrieve_spec.reference_model import load_model, reference_path
@@ -51,6 +51,14 @@ def test_layers_are_those_of_weights_a_step_away_at_most(bits: int, outputs: int
     assert packed(x).shape == wanted.shape and packed(x).dtype == torch.bfloat16
     torch.testing.assert_close(packed(x).float(), wanted, atol=0.03, rtol=0.02)
     torch.testing.assert_close(packed(x.float()), wanted)
+
+
+def test_numbers_of_nf4_are_the_nearest_ones() -> None:
+    torch.manual_seed(0)
+    weight, numbers = torch.randn(20, 96), torch.tensor(NF4)
+    scales = weight.view(20, -1, GROUP).abs().amax(-1).repeat_interleave(GROUP, 1)
+    nearest = numbers[(weight / scales).unsqueeze(-1).sub(numbers).abs().argmin(-1)] * scales
+    torch.testing.assert_close(unpack(pack(weight, 4, floats=True), 96)[:20], nearest, atol=0.0, rtol=2**-11)
 
 
 def test_tables_of_tokens_are_read_by_rows() -> None:

@@ -23,7 +23,7 @@ def test_a_dry_run_has_every_figure(interpret: Interpret, tmp_path: Path) -> Non
     assert found["chat accelerate"]["pass_kind"] == "recorded" and found["chat float32"]["same"]
     assert all(answer["same"] for answer in found["chat parted from plain"])
     assert found["tiny recorded answers"]["same"] and set(found["tiny pass at 64"]) == {"0", "3"}
-    for weights in ("int4", "int8", "fp8"):
+    for weights in ("int4", "int8", "fp8", "nf4"):
         assert max(found[f"products of {weights}"][rows]["off"] for rows in ("1", "17")) < 2e-3
         assert found[f"chat in {weights}"]["accelerate"]["pass_kind"] == "recorded"
     assert found["tiny int4 recorded answers"]["same"] and set(found["tiny int4 pass at 64"]) == {"0", "3"}

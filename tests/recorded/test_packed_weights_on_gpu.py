@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ from conftest import stand_in
 from pretend_cuda import CudaTensor, PretendCuda, moved_recording
 from scripted_drafter import ScriptedDrafter
 from small_decoders import VOCAB, build, ids
-from stored_formats import FP8, by_block, by_output, checkpoint
+from stored_formats import FP8, NF4, by_block, by_output, by_table, checkpoint
 
 import retrieve_spec as rs
 from retrieve_spec import acceleration
@@ -57,7 +58,9 @@ def products(gpu: PretendCuda, with_triton: None, monkeypatch: pytest.MonkeyPatc
     return rows
 
 
-@pytest.mark.parametrize(("weights", "graphs", "index"), [("int4", True, 0), ("int8", False, 1), ("fp8", True, 0)])
+@pytest.mark.parametrize(
+    ("weights", "graphs", "index"), [("int4", True, 0), ("int8", False, 1), ("fp8", True, 0), ("nf4", True, 0)]
+)
 def test_texts_are_those_of_unpacked_products(
     gpu: PretendCuda, products: list[int], monkeypatch: pytest.MonkeyPatch, weights: str, graphs: bool, index: int
 ) -> None:
@@ -113,24 +116,30 @@ def test_a_gpu_takes_the_folder_of_a_cpu(
 
 
 @pytest.mark.parametrize(
-    ("write", "settings"),
-    [(by_block, FP8), (by_output, {"quant_method": "compressed-tensors", "format": "float-quantized"})],
+    ("write", "settings", "weights", "bytes_each"),
+    [  # two bytes for each scale of 32 weights
+        (by_block, FP8, "fp8", 1 + 2 / 32),
+        (by_output, {"quant_method": "compressed-tensors", "format": "float-quantized"}, "fp8", 1 + 2 / 32),
+        (by_table, NF4, "nf4", 1 / 2 + 2 / 32),
+        (partial(by_table, nested=True), NF4, "nf4", 1 / 2 + 2 / 32),
+    ],
 )
-def test_numbers_of_fp8_stay(
-    gpu: PretendCuda, products: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, settings: Any
-) -> None:
+def test_numbers_of_floats_stay(
+    gpu: PretendCuda, products: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, settings: Any,
+    weights: str, bytes_each: float,
+) -> None:  # fmt: skip
     monkeypatch.setenv("RETRIEVE_SPEC_CACHE", str(tmp_path / "cache"))
     values = checkpoint(tmp_path / "model", write, settings)
     for _ in range(2):  # as converted, and as the cache has it
-        model, _ = load_model(str(tmp_path / "model"), device="cuda", quantize="fp8")
+        model, _ = load_model(str(tmp_path / "model"), device="cuda", quantize=weights)
         for path, layer in model.model.layers.named_modules():
             if isinstance(layer, PackedLinear):
                 wanted, weight = values[f"model.layers.{path}.weight"], layer.weight.to("cpu")
-                assert weight.nbytes == 1.0625 * wanted.numel()  # a byte for each weight, two for each scale
+                assert weight.nbytes == bytes_each * wanted.numel()
                 torch.testing.assert_close(unpack(weight, wanted.shape[1]), wanted, atol=0.0, rtol=2**-11)
     assert len(list((tmp_path / "cache" / "quantized").iterdir())) == 1
     with pytest.raises(ConfigError, match="a CUDA GPU"):
-        load_model(str(tmp_path / "model"), device="cpu", quantize="fp8")
+        load_model(str(tmp_path / "model"), device="cpu", quantize=weights)
 
 
 def test_without_triton_a_gpu_says_so(gpu: PretendCuda, monkeypatch: pytest.MonkeyPatch) -> None:

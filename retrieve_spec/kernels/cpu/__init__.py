@@ -8,7 +8,7 @@ outside the package imports from here only.
 from retrieve_spec.kernels.compiled_code import drop_stale_kernels
 from retrieve_spec.kernels.cpu import layer_rows
 from retrieve_spec.kernels.cpu.number_formats import LIKE
-from retrieve_spec.kernels.cpu.packed_products import FLOATS, bits_of, unpack
+from retrieve_spec.kernels.cpu.packed_products import FLOATS, NF4, bits_of, unpack
 from retrieve_spec.kernels.cpu.row_programs import (
     CAN_RUN,
     NOWHERE,
@@ -32,6 +32,7 @@ __all__ = [
     "GROUP_BYTES",
     "LANES",
     "LIKE",
+    "NF4",
     "NOWHERE",
     "UNPACKED",
     "ZEROS",

@@ -42,8 +42,14 @@ _TILES = tuple((*tiles, *[max(tiles)] * (_TALLEST - len(tiles))) for tiles in _B
 _WIDTHS = tuple(tuple(tiles.get(rows, 0) for rows in range(_TALLEST + 1)) for tiles in _BOTH_TILES)
 """Numbers of rows of weights of a tile, by its number of rows."""
 FLOATS = torch.int8
-"""Type of packed weights whose bytes are numbers of FP8 (e4m3); those of integers are uint8. Scales are 256 times as
-large, so that they are normal numbers of float16."""
+"""Type of packed weights whose levels are numbers of FP8 (e4m3) or, with 4 bits, places in `NF4`; that of weights whose
+levels are integers is uint8. Scales are 256 times as large, so that they are normal numbers of float16."""
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""Numbers of bitsandbytes' format for weights that are distributed normally."""
 _AHEAD = 4096
 """Prefetch distance in bytes, as memory latency is the time of several groups."""
 _NEAR = 1 << 18
@@ -184,7 +190,7 @@ def widen_row(x: int, row: int, chunks: int, out: int, like: Any) -> None:
 
 def bits_of(row_bytes: int, groups: int) -> int:
     """Return the bits of a weight by the bytes and groups of its packed rows."""
-    return 4 if row_bytes * LANES == groups * GROUP_BYTES[4] else 8
+    return 8 if row_bytes * LANES == groups * GROUP_BYTES[8] else 4
 
 
 @kernel
@@ -205,15 +211,17 @@ def unpack(weight: torch.Tensor, columns: int) -> torch.Tensor:
     """Unpack a weight to (n, columns) float32."""
     groups = columns // GROUP
     bits = bits_of(weight.shape[1], groups)
-    packed = weight.view(-1, groups, GROUP_BYTES[bits])
+    packed = weight.view(len(weight) // LANES, groups, -1)
     levels, numbers = packed[..., : 64 * bits], packed[..., 64 * bits :]
     if bits == 4:
         levels = torch.cat([levels & 15, levels >> 4], -1)
     levels = levels.view(-1, groups, GROUP // 4, LANES, 4).permute(0, 3, 1, 2, 4).flatten(-2)
     halves = numbers.contiguous().view(torch.float16).float()
-    scales, *offsets = halves.view(-1, groups, 2 if bits == 4 else 1, LANES).permute(2, 0, 3, 1).unsqueeze(-1)
+    scales, *offsets = halves.view(*halves.shape[:2], -1, LANES).permute(2, 0, 3, 1).unsqueeze(-1)
     if weight.dtype == FLOATS:
-        floats = levels.view(torch.float8_e4m3fn).float() * (scales / 256)
+        table = torch.tensor(NF4, device=weight.device)
+        numbers = table[levels.int()] if bits == 4 else levels.view(torch.float8_e4m3fn).float()
+        floats = numbers * (scales / 256)
     else:
         floats = levels.float() * scales + offsets[0] if offsets else (levels.float() - 128) * scales
     return floats.flatten(2).flatten(0, 1)
