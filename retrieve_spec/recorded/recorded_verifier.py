@@ -156,7 +156,7 @@ class RecordedVerifier:
             return True
         if self.graphs is not None:
             begins = self._begins or roots > keep  # else the model begins with a token whose logits are needed
-            return begins and (roots <= PASS.graph_rows[-1] or self._follows_the_cache)
+            return begins and (roots <= PASS.graph_rows[-1] or self._in_a_row)
         return self.recorded.reads_prompts and roots > max(FEW, keep) and self._follows_the_cache
 
     def reads_rest(self, roots: int) -> bool:
