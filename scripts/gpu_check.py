@@ -397,13 +397,15 @@ def packed_chat(check: Check, weights: str) -> dict[str, Any]:
 
 def shape(check: Check, size: str, weights: str) -> None:
     """All that is measured of a model of random weights in one format."""
-    model = build(size, 4096, check.device, weights)
+    model = build(size, 64 if check.dry else 32_768, check.device, weights)
     check.most_memory()
     name = f"{size} {weights}" if weights in QUANTISED else size
     vocab = model.config.vocab_size
     size_of = {"weight_bytes": sum(parameter.nbytes for parameter in model.parameters())}
     recorded = "always" if check.dry else "auto"
     check.part(f"{name} accelerate", lambda: accelerated(model, recorded_pass=recorded) | size_of)
+    if not hasattr(model, "speculation"):  # no time was left, or it failed
+        return
     make = model.speculation._make_verifier
     answers = recorded_answers(check, vocab)
 
@@ -421,7 +423,7 @@ def shape(check: Check, size: str, weights: str) -> None:
 
     check.part(f"{name} recorded answers", decode)
     model.speculation._make_verifier = make
-    for context in (64,) if check.dry else (512, 4000):
+    for context in (64,) if check.dry else (512, 4000, 32000):
         check.part(f"{name} pass at {context}", lambda context=context: curve(check, make, model, context))
     rs.restore(model)
     if weights in QUANTISED:
