@@ -124,11 +124,11 @@ _TOP_K = 50
 
 def sampling_of(config: Any) -> Sampling:
     """Return the sampling of a model's `generation_config`; greedy if it does not sample."""
-    repetition = config.repetition_penalty or 1.0
+    repetition = float(config.repetition_penalty or 1.0)  # `generate` refuses whole numbers
     if not config.do_sample:
         return Sampling(repetition=repetition)
-    temperature = 1.0 if config.temperature is None else config.temperature
-    top_p = 1.0 if config.top_p is None else config.top_p
+    temperature = 1.0 if config.temperature is None else float(config.temperature)
+    top_p = 1.0 if config.top_p is None else float(config.top_p)
     top_k = _TOP_K if config.top_k is None else config.top_k
     return Sampling(temperature, top_k, top_p, config.min_p or 0.0, repetition=repetition)
 
@@ -138,7 +138,8 @@ def of_one_text(config: Any) -> Any:
 
     Beams, several texts, other caches and other ways of drafting are left out; the log names them.
     """
-    own, settings = copy.deepcopy(config), {**SETTINGS, "num_return_sequences": ((1,), "")}
+    own = copy.deepcopy(config)
+    settings = {**SETTINGS, "num_return_sequences": ((1,), ""), "is_assistant": ((False,), "")}
     for name, (here, _) in settings.items():
         if getattr(own, name, None) not in (None, *here):
             log.warning("left out of the model's generation_config: %s", name)

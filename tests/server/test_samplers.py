@@ -90,7 +90,12 @@ def odd():
     model, tokenizer = load_model("reference")
     plain, _ = load_model("reference")
     ways = {"num_beams": 3, "use_cache": False, "cache_implementation": "static", "prompt_lookup_num_tokens": 3}
-    odd = {"repetition_penalty": 1.5, "pad_token_id": tokenizer(PROMPT).input_ids[1], "num_return_sequences": 2}
+    odd = {
+        "is_assistant": True,
+        "repetition_penalty": 2,
+        "pad_token_id": tokenizer(PROMPT).input_ids[1],
+        "num_return_sequences": 2,
+    }
     for name, value in {**ways, **odd, "token_healing": True, "penalty_alpha": 0.6}.items():
         setattr(model.generation_config, name, value)
     service = assemble(model, tokenizer, "reference", ServeConfig())
@@ -122,7 +127,7 @@ def test_texts_are_decoded_one_by_one_and_all_their_tokens_are_text(odd):
 def test_only_chats_that_do_not_say_have_the_models_own_repetition_penalty(odd):
     """`generate` would take it for every text: at a cursor it forbids the names of the file."""
     server, generated = odd
-    assert completed(server, "/v1/completions", prompt=PROMPT) == generated(1.0) != generated(1.5)
+    assert completed(server, "/v1/completions", prompt=PROMPT) == generated(1.0) != generated(2.0)
     assert completed(server, "/v1/completions", prompt=PROMPT, repetition_penalty=1.5) == generated(1.5)
     chat = "/v1/chat/completions"
     own, without, greedy = (
