@@ -5,12 +5,14 @@ import os
 import subprocess
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from templates import FAMILIES, called
 
 from retrieve_spec.config import ServeConfig
 from retrieve_spec.reference_model import load_model
+from retrieve_spec.server.guard import TooLong
 from retrieve_spec.server.run import assemble
 
 FOLDER = Path(os.environ.get("RETRIEVE_SPEC_AGENTS", "/nowhere")).absolute()
@@ -115,9 +117,11 @@ def test_a_task_of_two_calls_ends(served, templated, run, tmp_path, agent, famil
 
 @AGENTS
 def test_a_small_model_is_asked_in_vain_but_answers(live, run, agent, smollm2):
-    """It cannot do the task, and repeats itself until the deadline; what its positions hold is a 200."""
+    """It cannot do the task, and repeats itself until the deadline; all that its positions hold is a 200."""
     model, tokenizer = load_model(smollm2, dtype="float32", device="cpu")
     service = assemble(model, tokenizer, "tiny", ServeConfig(deadline_s=20))
     server = live(service.backend, tokenizer, service=service)
-    run(agent, server, short=True)
-    assert server.client.get("/metrics").text.count("requests_total{") > 0 and not refused(server)
+    with mock.patch.object(TooLong, "__init__", autospec=True, side_effect=TooLong.__init__) as too_long:
+        run(agent, server, short=True)
+    assert 'status="200"' in server.client.get("/metrics").text
+    assert sum(float(line.split()[-1]) for line in refused(server)) == too_long.call_count
