@@ -1,7 +1,7 @@
 """Checkpoints with weights of 8 bits, and of bitsandbytes, as other packages write them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,11 @@ def by_output(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"weight": numbers, "weight_scale": scales}, numbers.float() * scales.float()
 
 
-def by_table(weight: torch.Tensor, nested: bool = False) -> tuple[Tensors, torch.Tensor]:
+def by_table(
+    weight: torch.Tensor, nested: bool = False, numbers: Sequence[float] = NUMBERS
+) -> tuple[Tensors, torch.Tensor]:
     """Two places in a table in each byte, the first in the high bits; scales of 64 weights, themselves from a table."""
-    table, places = torch.tensor(NUMBERS), torch.randint(16, (weight.numel(),))
+    table, places = torch.tensor(numbers), torch.randint(16, (weight.numel(),))
     scales = some_scales(-(-weight.numel() // 64))
     about = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
     stored = {"absmax": scales, "quant_map": table}

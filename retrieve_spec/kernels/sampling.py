@@ -110,18 +110,18 @@ def gumbel_argmax_row(logits: NDArray[np.float32], temperature: float, seed: int
 
 
 @inner_with_arrays
-def _is_drawable(logits: NDArray[np.float32]) -> bool:
-    """Whether none of the logits is NaN or infinity, and not all are -inf."""
+def _highest(logits: NDArray[np.float32]) -> np.float32:
+    """Return the highest logit; -inf if the logits are no distribution: a NaN, an infinity, or all -inf."""
     undrawable = False
     for i in range(logits.shape[0]):  # without a branch: several at a time
         undrawable |= not logits[i] < np.inf
-    return not undrawable and largest(logits) > -np.inf
+    return np.float32(-np.inf) if undrawable else largest(logits)
 
 
 @kernel
 def draw_row(logits: NDArray[np.float32], temperature: float, seed: int, row: int, position: int) -> int:
     """Do `gumbel_argmax_row`; return -1 if the logits are no distribution: a NaN, an infinity, or all -inf."""
-    return gumbel_argmax_row(logits, temperature, seed, row, position) if _is_drawable(logits) else -1
+    return gumbel_argmax_row(logits, temperature, seed, row, position) if _highest(logits) > -np.inf else -1
 
 
 @njit(cache=True, nogil=True, fastmath=REASSOCIATE, error_model="numpy")  # checked divisions are not vectorised
@@ -192,12 +192,13 @@ def truncate_row(
     remain: none if the logits are no distribution (a NaN, an infinity, or all -inf). `top_k` 0, `top_p` 1 and `min_p` 0
     disable a rule; ties at the k-th place all remain.
     """
-    if not _is_drawable(row):
+    highest = _highest(row)
+    if highest == -np.inf:
         return 0
     v = int(row.shape[0])
     maxima = block_maxima(row).reshape(1, v // BLOCK)
-    top = np.float64(largest(row) / np.float32(temperature))
     heat = np.float32(temperature)
+    top = np.float64(highest / heat)
     count = v
     if 0 < top_k < v:
         best_ids = np.empty((1, top_k), np.int32)

@@ -65,6 +65,7 @@ def compressed(layout: str, **weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
 
 
+ANY_TABLE = torch.linspace(-1, 1, 16).tolist()
 ROTATION = {"apply": [{"location": "weight_input"}, {"location": "input"}]}
 ROTATED = {"transform_config": {"config_groups": {"u": ROTATION}}}
 
@@ -79,8 +80,8 @@ ROTATED = {"transform_config": {"config_groups": {"u": ROTATION}}}
         (by_output, compressed("float-quantized", type="float", strategy="channel")),
         (by_block_of_compressed_tensors, compressed("float-quantized", strategy="block", block_structure=[128, 128])),
         (in_integers, compressed("int-quantized", type="int", strategy="channel")),
-        (by_table, NF4),
-        (partial(by_table, nested=True), NF4 | {"bnb_4bit_use_double_quant": True}),
+        (partial(by_table, numbers=ANY_TABLE), NF4),
+        (partial(by_table, nested=True, numbers=ANY_TABLE), NF4 | {"bnb_4bit_use_double_quant": True}),
     ],
 )
 def test_a_cpu_loads_the_values_of_quantised_weights(
