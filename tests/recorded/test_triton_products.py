@@ -208,8 +208,8 @@ for family, form in (
             parameter.data = unpack(packed, parameter.shape[1])[: len(parameter)].bfloat16()
     (wanted, _), (ours, called) = (run_pass(each, kernels) for each in (plain, model))
     assert wanted.shape == ours.shape == (1, 11, 99)
-    best = wanted.topk(2).values
-    clear = best[..., 0] - best[..., 1] > 0.02 * wanted.std()
+    best, least = wanted.topk(2).values, 0.02 if form == {"bits": 4, "floats": True} else 0.0  # by a polynomial
+    clear = best[..., 0] - best[..., 1] >= least * wanted.std()
     assert torch.equal(wanted.argmax(-1)[clear], ours.argmax(-1)[clear]), "the same text"
     assert (wanted - ours).abs().max() <= 0.1 * wanted.std()
     all_are_fused(family, called)
@@ -251,7 +251,7 @@ forms = ((4, False), (8, False), (8, True), (4, True))
 packed = itertools.product((80, 89, 90), forms, ((16, 64, 64, TURN), (64, 128, 32, GATE)))
 for architecture, (bits, floats), (rows, outputs, inputs, epilogue) in packed:
     done = product(architecture, rows, outputs, inputs, 2, 4, types, BITS=bits, FLOATS=floats, **epilogue)
-    assert registers(done) <= 250 and done.metadata.shared <= 32 << 10
+    assert registers(done) <= (250 if floats and bits == 4 else 240) and done.metadata.shared <= 32 << 10
     assert re.search(r"cp.async.cg.shared.global .*, 0x10,", done.asm["ptx"]), "read ahead, 16 bytes at once"
     assert "mma.sync" in done.asm["ptx"]
     assert "ttg.local_alloc %" not in done.asm["ttgir"], "what was unpacked stays in registers"
