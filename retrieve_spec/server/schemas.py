@@ -21,7 +21,9 @@ from pydantic import (
     StrictInt,
     StrictStr,
     ValidationError,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
+    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -54,10 +56,29 @@ Bias = Annotated[float, Field(allow_inf_nan=False, ge=-100, le=100)]
 TopTokens = Annotated[StrictInt, Field(ge=0, le=20)]
 Text = StrictStr
 FunctionName = Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
-TokenId = Annotated[int, Field(ge=0, le=1 << 31)]
+TokenId = Annotated[StrictInt, Field(ge=0, le=1 << 31)]
+BiasedId = Annotated[int, Field(ge=0, le=1 << 31)]
+"""A token id as the name of a field in JSON, a string."""
+_MOST_PROMPTS = 16
+
+
+def _names_what_a_prompt_is(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return check(given)
+    except ValidationError:
+        expected = {"most": _MOST_PROMPTS}
+        raise PydanticCustomError(
+            "prompt", "expected a text, or token ids as whole numbers, or a list of 1 to {most} of these", expected
+        ) from None
+
+
 Prompt = Text | Items[TokenId]
 """A text, or its token ids."""
-Prompts = Annotated[Items[Prompt], Field(min_length=1, max_length=16)]
+Prompts = Annotated[
+    Prompt | Annotated[Items[Prompt], Field(min_length=1, max_length=_MOST_PROMPTS)],
+    WrapValidator(_names_what_a_prompt_is),
+]
+"""A prompt, or several."""
 Stops = Annotated[Items[Text], Field(max_length=256)] | Text | None
 
 
@@ -161,7 +182,7 @@ class Common(SamplingOptions, Speculating):
         None, description="llama.cpp's: counts the last `repeat_last_n` tokens; without effect beside the other."
     )
     repeat_last_n: Annotated[int, Field(ge=-1)] | None = Field(None, description="64 by default; -1 means all.")
-    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[BiasedId, Bias], Field(max_length=1024)] | None = None
     cache_prompt: StrictBool | None = None
     id_slot: int | None = Field(None, ge=-1, le=1 << 20)
     response_fields: Items[Text] | None = None
@@ -220,7 +241,7 @@ class InfillRequest(Common):
 class CompletionRequest(Common):
     """`POST /completion`, llama.cpp's dialect."""
 
-    prompt: Prompt | Prompts
+    prompt: Prompts
     json_schema: dict[str, Any] | None = None
 
     def wanted_json(self) -> tuple[dict[str, Any] | None, str]:
@@ -280,7 +301,7 @@ class OpenAIOptions(Common):
 class OpenAICompletionRequest(OpenAIOptions):
     """`POST /v1/completions`."""
 
-    prompt: Prompt | Prompts | None = None
+    prompt: Prompts | None = None
     suffix: Text | None = None
     logprobs: StrictBool | TopTokens | None = None
     echo: StrictBool | None = None

@@ -233,6 +233,15 @@ def test_prompts_are_texts_or_token_ids_one_or_several(server, codec):
             assert [one["stop"] for one in told if one["index"] == index][-1]
 
 
+@pytest.mark.parametrize("prompt", [[1, "2"], [[1], ["2"]], [1.0], [True], ["a", 1], ["a"] * 17, [None], 5])
+def test_what_is_neither_texts_nor_token_ids_is_refused_and_says_what_a_prompt_is(server, prompt):
+    for path in ("/v1/completions", "/completion"):
+        refused = server.post(path, {"prompt": prompt})
+        assert refused.status_code == 400
+        said = refused.json()["error"]["message"]
+        assert said == '"prompt": expected a text, or token ids as whole numbers, or a list of 1 to 16 of these'
+
+
 @pytest.mark.parametrize("more", [{}, {"echo": True}, {"suffix": "\n"}])
 def test_token_ids_that_the_model_does_not_have_are_refused(server, more):
     unknown = server.service.backend_vocabulary
