@@ -223,7 +223,8 @@ def truncate_row(
         else:
             count = _nucleus(row, maxima, heat, top_p, ids, top)
     elif count == v:
-        floor = -np.inf if min_p <= 0.0 else np.float64(np.float32((top + np.log(min_p)) * temperature))
+        floor = -np.inf if min_p <= 0.0 else (top + np.log(min_p)) * temperature
+        floor -= np.abs(floor) * 1e-6  # rounded, it may be above the highest logit; the rule itself follows
         count = collect_at_least(row, floor, ids)
     kept = 0
     for i in range(count):
