@@ -37,6 +37,9 @@ SamplerName = Literal[
 ]
 """llama.cpp's samplers; unsupported ones have no effect unless their own field is set, which is refused."""
 
+_COLDEST = 1e-30
+"""Divided by less, logits in float32 become infinite."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -45,7 +48,8 @@ class Sampling:
     Attributes
     ----------
     temperature, top_k, top_p, min_p
-        The usual filters; ``temperature <= 0``, and an active ``top_k`` of 1 or ``top_p`` of 0, is greedy.
+        The usual filters; a ``temperature`` of 0 or hardly more, and an active ``top_k`` of 1 or ``top_p`` of 0, is
+        greedy.
     chain
         Names of the active filters in order. Without ``"temperature"`` tokens are sampled at temperature 1 from what
         the other filters leave.
@@ -86,7 +90,7 @@ class Sampling:
     def greedy(self) -> bool:
         """Whether the most probable token is always chosen."""
         only_best = ("top_k" in self.chain and self.top_k == 1) or ("top_p" in self.chain and self.top_p <= 0.0)
-        return only_best or (self.temperature <= 0.0 and "infill" not in self.chain)
+        return only_best or (self.temperature <= _COLDEST and "infill" not in self.chain)
 
     def generate_kwargs(self, infill: Any = None, guides: Sequence[Any] = ()) -> dict[str, Any]:
         """Return arguments of ``generate``; ``infill`` makes its processor, ``guides`` come before it."""

@@ -41,6 +41,17 @@ def test_what_is_greedy(sampling, greedy):
     assert sampling.greedy == greedy
 
 
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 5}])
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40])
+def test_hardly_any_temperature_is_none(reference_live, temperature, fields):
+    ask = {"prompt": "x = [1, 1, 1, 1,", "max_tokens": 6}
+    cold, greedy = (
+        reference_live.post("/v1/completions", {**ask, **more}) for more in ({"temperature": temperature, **fields}, {})
+    )
+    assert cold.status_code == 200, cold.text
+    assert cold.json()["choices"] == greedy.json()["choices"]
+
+
 def test_the_infill_rule_does_not_end_a_text_that_may_not_end(codec):
     """What was begun is still to be said: other processors have made the end impossible."""
     processor = InfillProcessor(codec, frozenset({0}), 0, top_k=40, top_p=1.0)
