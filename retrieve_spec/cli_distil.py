@@ -100,6 +100,8 @@ def _show(report: DistilReport) -> None:
 
 
 def _words(report: DistilReport) -> str:
+    if not report.tokens:
+        return f"asked what follows each of {report.asked:,} tokens in {report.seconds:.0f} s"
     known = f", {report.contexts:,} contexts" if report.contexts else ""
     return (
         f"{report.answers:,} answers, {report.tokens:,} tokens in {report.seconds:.0f} s "

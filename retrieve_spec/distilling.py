@@ -76,6 +76,8 @@ class DistilReport:
         Duration.
     tokens_per_pass
         Tokens written per pass.
+    asked
+        Number of tokens of the vocabulary for which it is known what the model says after each alone.
     """
 
     answers: int
@@ -83,6 +85,7 @@ class DistilReport:
     contexts: int
     seconds: float
     tokens_per_pass: float
+    asked: int = 0
 
 
 def general_prompts(seed: int = 0) -> Iterator[str]:
@@ -130,7 +133,7 @@ def distil(
     contexts
         The most contexts of the table, a power of two.
     on_progress
-        Called after each answer and each text.
+        Called after each answer and each text, and while the model is asked what it says after each token.
 
     Raises
     ------
@@ -149,11 +152,11 @@ def distil(
     with accelerated(model, tokenizer):
         work = _Work(model, tokenizer, max_tokens, perf_counter() + 60.0 * minutes, on_progress)
         try:
-            if not earlier:
-                work.ask_each_token()
+            work.ask_each_token(_alone(earlier))
             for text in texts:
                 work.read(text)
-            work.ask(general_prompts(seed=earlier) if prompts is None else prompts)
+            seed = sum(len(part.token_ids) for part in earlier)
+            work.ask(general_prompts(seed) if prompts is None else prompts)
         except _Done:
             pass
         except KeyboardInterrupt:
@@ -168,8 +171,8 @@ def distil(
     return replace(work.report(), contexts=_keep(work, store, tokenizer, fingerprint, contexts))
 
 
-def _observed_earlier(store: Path, tokenizer: Any, model: str) -> int:
-    """Check, before the work begins, that the store can be written; return the tokens it has observed of the model."""
+def _observed_earlier(store: Path, tokenizer: Any, model: str) -> list[Observations]:
+    """Check, before the work begins, that the store can be written; return its observations of the model."""
     if (store / MANIFEST).exists():
         earlier = observed(store, open_datastore(store, tokenizer=tokenizer).manifest, model)
     else:
@@ -177,7 +180,13 @@ def _observed_earlier(store: Path, tokenizer: Any, model: str) -> int:
         earlier = []
     with writer(store):
         pass
-    return sum(len(part.token_ids) for part in earlier)
+    return earlier
+
+
+def _alone(observations: list[Observations]) -> NDArray[np.int32]:
+    """Return the tokens that are texts of their own in some observations, in the order of their ids."""
+    alone = [part.token_ids[(np.cumsum(part.lengths) - part.lengths)[part.lengths == 1]] for part in observations]
+    return np.unique(np.concatenate([np.empty(0, np.int32), *alone]))
 
 
 class _Done(Exception):
@@ -232,21 +241,23 @@ class _Work:
         self._passes = self._generated = self._planned = self.tokens = 0
         self.answers: list[str] = []
         self.observed: list[Observations] = []
+        self._bigrams = model.speculation.drafters.bigrams
 
     def report(self) -> DistilReport:
         """Return the report."""
         seconds, pace = perf_counter() - self._began, self._generated / max(self._passes, 1)
-        return DistilReport(len(self.answers), self.tokens, 0, seconds, pace)
+        asked = 0 if self._bigrams is None else len(self._bigrams.known)
+        return DistilReport(len(self.answers), self.tokens, 0, seconds, pace, asked)
 
-    def ask_each_token(self) -> None:
-        """Learn what the model says after each token alone, its bigrams.
+    def ask_each_token(self, earlier: NDArray[np.int32]) -> None:
+        """Learn what the model says after each token alone, its bigrams, except after those that the store has.
 
         Engines that cannot be asked for logits have them from the store.
         """
-        learn_bigrams(self._model.speculation, lambda: perf_counter() < self._end, math.inf)
-        bigrams = self._model.speculation.drafters.bigrams
-        if bigrams is not None:
-            tokens = bigrams.known
+        bigrams = self._bigrams
+        if bigrams is not None and len(earlier) < len(bigrams.entries):
+            learn_bigrams(self._model.speculation, self._has_time, math.inf)
+            tokens = np.setdiff1d(bigrams.known, earlier)
             top_ids, shares = bigrams.top(tokens)
             self.observed.append(Observations(tokens, np.ones(len(tokens), np.int64), top_ids, shares))
 
@@ -330,11 +341,15 @@ class _Work:
         top_ids = best.indices.to(torch.int32).cpu().numpy()
         self.observed.append(Observations(ids, np.array([len(ids)]), top_ids, probs))
 
-    def _count(self, tokens: int) -> None:
-        self.tokens += tokens
+    def _has_time(self) -> bool:
+        """Show the progress; return whether there is time for more."""
         if self._on_progress is not None:
             self._on_progress(self.report())
-        if self.tokens >= self._max_tokens or perf_counter() >= self._end:
+        return perf_counter() < self._end
+
+    def _count(self, tokens: int) -> None:
+        self.tokens += tokens
+        if not self._has_time() or self.tokens >= self._max_tokens:
             raise _Done
 
 

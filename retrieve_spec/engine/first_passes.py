@@ -123,8 +123,10 @@ def learn_bigrams(speculation: Speculation, goes_on: Callable[[], bool], longest
     """
     bigrams = speculation.drafters.bigrams
     if bigrams is not None and len(bigrams.missing) and goes_on():
-        _ask(bigrams, speculation, goes_on, longest)
-        _keep(bigrams, _path(speculation))
+        try:
+            _ask(bigrams, speculation, goes_on, longest)
+        finally:  # after Ctrl-C, too
+            _keep(bigrams, _path(speculation))
 
 
 def _path(speculation: Speculation) -> Path:

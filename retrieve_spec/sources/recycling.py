@@ -115,7 +115,8 @@ class Bigrams:
     def learn(self, tokens: NDArray[np.integer], ids: Ids, logits: NDArray[np.float32]) -> None:
         """Add the target's top tokens after m tokens, (m, k), most probable first, with their raw logits."""
         k = ids.shape[1]
-        self.entries[tokens, :k], self.entries[tokens, k:] = ids, logits.view(np.int32)
+        self.entries[tokens, k:] = logits.view(np.int32)
+        self.entries[tokens, :k] = ids  # last: what Ctrl-C leaves undone is not known
         self._shares[tokens, :k], self._shares[tokens, k:] = ids, _shares(logits).view(np.int32)
 
     @property

@@ -25,6 +25,7 @@ from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.distilling import distil, general_prompts
 from retrieve_spec.drafting.drafter import Budget
 from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.engine import first_passes
 from retrieve_spec.errors import (
     BuildError,
     ConfigError,
@@ -265,6 +266,43 @@ def test_a_store_knows_what_follows_each_token_that_the_model_never_wrote(
     line_end = reference_tokenizer("\n").input_ids
     says = reference_model(torch.tensor([[*line_end, *line_end, token]])).logits[0, -1].topk(2).indices.tolist()
     assert first_tokens(open_datastore(tmp_path / "store"), token) == says
+
+
+@pytest.fixture
+def never_asked(tmp_path, monkeypatch):
+    """No bigrams are kept, and models are not asked for any when they are accelerated."""
+    monkeypatch.setattr(first_passes, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(first_passes, "ASKED_SECONDS", 0.0)
+    monkeypatch.setattr(first_passes, "ASKED_AGAIN_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("never_asked")
+def test_asking_shows_its_progress_and_goes_on_where_it_was_interrupted(reference_model, reference_tokenizer, tmp_path):
+    run = partial(distil, reference_model, reference_tokenizer, tmp_path / "store", texts=["x = 1\n"])
+    shown = []
+
+    def interrupt(report):
+        shown.append(report.asked)
+        if report.asked > 100:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(on_progress=interrupt)
+    assert shown == sorted(shown) and len(set(shown)) > 2
+    assert run(minutes=1e-9).asked == shown[-1]
+
+
+@pytest.mark.usefixtures("never_asked")
+def test_a_later_run_asks_for_tokens_for_which_the_time_was_too_short(reference_model, reference_tokenizer, tmp_path):
+    token, run = 5000, partial(distil, reference_model, reference_tokenizer, tmp_path / "store", texts=["x = 1\n"])
+    assert run(minutes=1e-9).asked == 0
+    before = first_tokens(open_datastore(tmp_path / "store"), token)
+    run(max_tokens=8)
+    [table] = open_datastore(tmp_path / "store").manifest.distilled
+    run(max_tokens=8)
+    [last] = open_datastore(tmp_path / "store").manifest.distilled
+    assert before != first_tokens(open_datastore(tmp_path / "store"), token)
+    assert last.tokens - table.tokens < 100, "what the store has is not added again"
 
 
 def test_answers_of_a_model_that_nothing_drafts_for_are_read(
