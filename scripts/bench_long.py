@@ -12,15 +12,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import harness
 
 import retrieve_spec as rs
 from retrieve_spec.acceleration import accelerated
+from retrieve_spec.bench.machine import resident_bytes
 from retrieve_spec.bench.methods import sampling
 from retrieve_spec.bench.workloads import Prompt, encode, loops
 from retrieve_spec.reference_model import load_model
@@ -35,21 +34,17 @@ PIECE = 1000
 """Tokens for which a figure is given."""
 
 
-def resident() -> float:
-    """MiB of memory that this process has."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def told(model: Any, ids: Any, options: dict[str, Any], new_tokens: int) -> list[dict[str, float]]:
     """Figures of a story: passes, nodes, memory that was added, and whether it loops, for each thousand tokens."""
-    text, found, before = "", [], resident()
+    text, found, before = "", [], resident_bytes()
     lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
     with rs.generate_stream(model, ids, **lengths, **options) as pieces:
         count = 0
         for piece in pieces:
             text, count = text + piece.text, count + len(piece.token_ids)
             if count // PIECE > len(found):
-                found.append({"passes": 0, "nodes": 0, "memory": resident() - before, "loops": loops(text)})
+                added = (resident_bytes() - before) / 2**20
+                found.append({"passes": 0, "nodes": 0, "memory": added, "loops": loops(text)})
     end = 1
     for nodes, accepted, *_ in model.speculation.last.per_pass:
         end += accepted + 1

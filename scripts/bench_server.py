@@ -25,6 +25,8 @@ from typing import Any
 import harness
 from bench_typing import Server, find_package, make_session, percentiles
 
+from retrieve_spec.bench.machine import resident_bytes
+
 LARGE = b"x" * (5 << 20)
 MALFORMED = [
     *(LARGE, b"{", b"[]", b"[" * 50_000, b"\xff" * 50, b'{"input_prefix": 1, "input_suffix": ""}'),
@@ -90,7 +92,7 @@ class Crowd:
 
 def resident(server: Server) -> float:
     """MiB of memory that the server holds."""
-    return int(Path(f"/proc/{server.child.pid}/status").read_text("ascii").split("VmRSS:")[1].split()[0]) / 1024
+    return resident_bytes(server.child.pid) / 2**20
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

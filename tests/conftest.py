@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings
 
 import retrieve_spec
+from retrieve_spec.bench.machine import resident_bytes
 from retrieve_spec.processors import processes
 
 if TYPE_CHECKING:  # at run time where they are used: the process that hands out the tests needs no model library
@@ -112,26 +113,18 @@ def _processes_end() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def _settled() -> list[int]:
     """[Bytes that the process had when it was last looked at what can be freed.]"""
-    return [_resident()]
+    return [resident_bytes()]
 
 
 @pytest.fixture(autouse=True)
 def _models_are_freed(_settled: list[int]) -> Iterator[None]:
     """Free the models of tests that are over before they gather: they are cycles, which Python seldom looks for."""
     yield
-    if _resident() - _settled[0] > FREED_BYTES:
+    if resident_bytes() - _settled[0] > FREED_BYTES:
         gc.collect()
         with contextlib.suppress(OSError, AttributeError):  # another system's library
             ctypes.CDLL("libc.so.6").malloc_trim(0)
-        _settled[0] = _resident()
-
-
-def _resident() -> int:
-    """Bytes of memory that this process has now; 0 where the system does not tell."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
+        _settled[0] = resident_bytes()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,7 +2,6 @@
 
 import asyncio
 import collections
-import os
 import random
 from typing import Any
 
@@ -10,14 +9,10 @@ import httpx
 import pytest
 from waiting import HANG_S, wait_for
 
+from retrieve_spec.bench.machine import resident_bytes
 from retrieve_spec.config import ServeConfig
 
 CLIENTS, KEYS = 200, 3
-
-
-def rss():
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 async def one_client(number, client, seen):
@@ -39,7 +34,7 @@ async def one_client(number, client, seen):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="memory is read from /proc")
+@pytest.mark.skipif(not resident_bytes(), reason="the system does not tell how much memory a process holds")
 def test_two_hundred_clients(live, say):
     config = ServeConfig(max_queue=32, stale_s=0.5)
     server = live(say("return a + b\n", pass_s=0.001), config=config)
@@ -51,10 +46,10 @@ def test_two_hundred_clients(live, say):
             await asyncio.gather(*(one_client(number, client, seen) for number in range(CLIENTS)))
 
     server.post("/infill", {"input_prefix": "", "input_suffix": ""})
-    before = rss()
+    before = resident_bytes()
     asyncio.run(run())
     assert seen[200, False] > CLIENTS / 2, seen
     wait_for(lambda: server.service.queue.queue_length == 0)  # the last to leave may not have been noticed yet
     assert server.client.get("/health").status_code == 200
-    assert rss() - before < 100 << 20
+    assert resident_bytes() - before < 100 << 20
     assert len(server.service.queue._pool._slots) <= config.slots
