@@ -141,25 +141,23 @@ def prepare(
         logger.warning("no tokenizer was given to check the datastores by: pass tokenizer= to accelerate")
     read_ahead(stores)
     check_stores(model, known, config, stores)
-    on_cpu = input_device(model).type == "cpu"
+    threads = PassThreads.of_torch() if input_device(model).type == "cpu" else None
     drafts_alone = drafter is None and config.draft == AUTO and not stores
-    with compiled_beside() if drafts_alone else contextlib.nullcontext() as compiling:
-        left_to_it = 0 if compiling is None else 1  # else OpenMP's threads wait for one another, and spend its time
-        with using(PassThreads.of_torch(left_to_it) if on_cpu else None):
-            passes = VerifierFactory(model, config, _layer_of(drafter, config, stores), _find_mode)
-            speculation = Speculation(model, config, passes, tokenizer, stores, drafter)
-            _prepare_drafter(speculation, compiling)
-    speculation.engine.threads = threads = PassThreads.of_torch() if on_cpu else None
-    with using(threads):
-        model.speculation = speculation
-        if reason := why_delegated(model, speculation.interface):
-            speculation.mode, speculation.reason = "delegated", reason
-        elif speculation.mode != "tree":
-            speculation.say_once(f"drafts are verified in {speculation.mode} mode: {speculation.reason}")
-        if passes.pass_kind == "model's own":
-            speculation.say_once(f"passes go through the model's own modules: {passes.pass_reason}")
-        if config.nodes == AUTO and config.draft != OFF:
-            measure_passes(speculation)
+    second_process = compiled_beside() if drafts_alone else contextlib.nullcontext()
+    with second_process as compiling, using(threads, spare=0 if compiling is None else 1):
+        passes = VerifierFactory(model, config, _layer_of(drafter, config, stores), _find_mode)
+        speculation = Speculation(model, config, passes, tokenizer, stores, drafter)
+        _prepare_drafter(speculation, compiling)
+    speculation.engine.threads = threads
+    model.speculation = speculation
+    if reason := why_delegated(model, speculation.interface):
+        speculation.mode, speculation.reason = "delegated", reason
+    elif speculation.mode != "tree":
+        speculation.say_once(f"drafts are verified in {speculation.mode} mode: {speculation.reason}")
+    if passes.pass_kind == "model's own":
+        speculation.say_once(f"passes go through the model's own modules: {passes.pass_reason}")
+    if config.nodes == AUTO and config.draft != OFF:
+        measure_passes(speculation)
 
 
 def _layer_of(drafter: Drafter | None, config: SpeculationConfig, stores: list[Any]) -> Layer:

@@ -247,6 +247,10 @@ class PassThreads:
         self, most: int, set_threads: Callable[[int], object] = bool, get_threads: Callable[[], int] = int
     ) -> None:
         self._set, self._get = set_threads, get_threads
+        self._begin_with(most)
+
+    def _begin_with(self, most: int) -> None:
+        """Begin with the user's setting; nothing is known of fewer threads."""
         self.most = self.chosen = self._challenged = max(most, 1)
         self._numbers = [self.most >> i for i in range(self.most.bit_length())]
         self._other = 0  # number that `chosen` is compared with; 0 without a comparison
@@ -270,31 +274,29 @@ class PassThreads:
         return self.chosen
 
     @classmethod
-    def of_torch(cls, left: int = 0) -> Self | None:
-        """The choice for passes on this machine's cores; None where torch's OpenMP runtime cannot be asked.
-
-        It begins with `left` threads fewer than the user's setting.
-        """
+    def of_torch(cls) -> Self | None:
+        """The choice for passes on this machine's cores; None where torch's OpenMP runtime cannot be asked."""
         import torch  # imported here, since drafters inside other engines run without torch
 
         library, get_threads = libgomp_of(os.path.dirname(torch.__file__)), torch.get_num_threads
-        if library is None:
-            return None
-        threads = cls(get_threads(), library.omp_set_num_threads, get_threads)
-        threads.chosen = max(threads.most - left, 1)
-        return threads
+        return None if library is None else cls(get_threads(), library.omp_set_num_threads, get_threads)
 
     @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """Run a pass of this thread with `next` threads; afterwards it has the user's setting again."""
+    def used(self, spare: int = 0) -> Iterator[None]:
+        """Run passes of this thread with `next` threads; afterwards it has the user's setting again.
+
+        So many threads as `spare` are left to another process: OpenMP's threads, which wait for one another, would take
+        its time.
+        """
         before = self._get()
         if before != self.most:  # the user has changed the setting
-            self.__init__(before, self._set, self._get)  # type: ignore[misc]
-        if self.next == before:
+            self._begin_with(before)
+        number = max(self.next - spare, 1)
+        if number == before:
             yield
             return
         try:
-            self._set(self.next)
+            self._set(number)
             yield
         finally:  # even if Ctrl-C comes directly after setting it
             self._set(before)
@@ -360,9 +362,9 @@ class PassThreads:
         self._interval = self._wait = _NEXT_TRIAL if changed else min(max(2 * self._interval, _NEXT_TRIAL), _LAST_TRIAL)
 
 
-def using(threads: PassThreads | None) -> contextlib.AbstractContextManager[None]:
+def using(threads: PassThreads | None, spare: int = 0) -> contextlib.AbstractContextManager[None]:
     """`PassThreads.used`; where there is nothing to choose, nothing changes."""
-    return contextlib.nullcontext() if threads is None else threads.used()
+    return contextlib.nullcontext() if threads is None else threads.used(spare)
 
 
 class Costs:

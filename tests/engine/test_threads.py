@@ -65,6 +65,8 @@ def test_only_the_pass_and_only_its_thread_see_another_number():
         other.join()
     assert seen == [before]
     assert torch.get_num_threads() == before
+    with threads.used(spare=1):
+        assert torch.get_num_threads() == before + 2
     with pytest.raises(KeyboardInterrupt), threads.used():
         raise KeyboardInterrupt
     assert torch.get_num_threads() == before
