@@ -406,12 +406,11 @@ class Conversation(Refusing):
             fields = {**fields, "tools": only(fields.get("tools"), allowed), "tool_choice": allowed.get("mode", "auto")}
         return super()._translated(fields, left_out)
 
-    _described_later: set[str] = PrivateAttr(default_factory=set)
+    _in_messages: frozenset[str] = frozenset()
 
-    @property
-    def described_later(self) -> set[str]:
-        """Names of functions that the messages describe, and the chat template must not."""
-        return self._described_later
+    def leave_to_messages(self, names: Collection[str]) -> None:
+        """Keep from the chat template the functions that the messages describe."""
+        self._in_messages = frozenset(names)
 
     @property
     def offered(self) -> dict[str, Tool]:
@@ -431,8 +430,8 @@ class Conversation(Refusing):
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """Functions that the chat template describes, in the form that it reads."""
-        later = self.described_later
-        return [tool.model_dump(exclude_unset=True) for name, tool in self.offered.items() if name not in later]
+        described = [tool for name, tool in self.offered.items() if name not in self._in_messages]
+        return [tool.model_dump(exclude_unset=True) for tool in described]
 
     def rendering(self) -> dict[str, Any]:
         """Return arguments of `apply_chat_template`: the template's own variables, and how the prompt ends."""

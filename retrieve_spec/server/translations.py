@@ -129,7 +129,7 @@ class CountRequest(Speculating):
                 "parallel_tool_calls": not choice.disable_parallel_tool_use,
             }
         chat = as_chat(fields, left_out)
-        chat.described_later.update(found)
+        chat.leave_to_messages(found)
         return chat
 
 
