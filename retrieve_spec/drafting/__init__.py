@@ -14,8 +14,8 @@ what the pass showed. `MixtureDrafter` drafts from all sources at once::
     drafter.finish()
 """
 
-from retrieve_spec.drafting.drafter import Budget, Drafter, VerifiedPass
+from retrieve_spec.drafting.drafter import Budget, Drafter, NoiseKey, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
 
-__all__ = ["Budget", "DraftTree", "Drafter", "MixtureDrafter", "VerifiedPass"]
+__all__ = ["Budget", "DraftTree", "Drafter", "MixtureDrafter", "NoiseKey", "VerifiedPass"]

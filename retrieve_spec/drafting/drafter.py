@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 Layer = int | Literal["last"]
 """Where hidden states are taken: `"last"` (what the output embeddings read, after the final norm) or N >= 1, after the
 N-th block."""
+
+
+class NoiseKey(NamedTuple):
+    """Key of the noise that a token is sampled with (`retrieve_spec.kernels.sampling`); `position` is the token's."""
+
+    seed: int
+    row: int
+    position: int
 
 
 @dataclass(slots=True)
@@ -32,9 +40,8 @@ class Budget:
         (max_nodes + 1,) float32 or None: seconds a pass over n drafted nodes takes, n = 0 … max_nodes, drafting
         included. With it the drafter stops where expected tokens per second is highest; without it, it fills up.
     noise
-        (seed, row, position of the next token) when tokens are sampled with noise counted by these
-        (`retrieve_spec.kernels.sampling`): a drafter may look at the noise that the sample will be drawn with, which
-        changes what it proposes and never what is emitted. None when decoding greedily or when it is not known.
+        Key of the next token's noise: a drafter may look at the noise that the sample will be drawn with, which changes
+        what it proposes and never what is emitted. None when decoding greedily or when it is not known.
     ahead
         A chain of at most `max_nodes` that comes next whatever the target thinks, as nothing else may. A drafter may
         begin its tree with it, and draft `max_depth` tokens after it; the tree of one that does not is dropped.
@@ -43,7 +50,7 @@ class Budget:
     max_nodes: int
     max_depth: int
     cost: NDArray[np.float32] | None = None
-    noise: tuple[int, int, int] | None = None
+    noise: NoiseKey | None = None
     ahead: DraftTree = NO_DRAFT
 
 

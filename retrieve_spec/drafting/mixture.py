@@ -241,7 +241,7 @@ class MixtureDrafter(ScopedDrafter):
             self._learn(observed)
         if self._queries is not None:
             self._query(self._queries, budget.cost, limit, depth)
-        _, self._last.expected, block = self._state.step(last, limit, depth, budget.cost, int(chain))
+        self._last.expected, block = self._state.step(last, limit, depth, budget.cost, int(chain))
         if len(last.emitted):
             self._transcript.append(last.emitted)
         self._last.size = block.shape[1]
@@ -251,13 +251,13 @@ class MixtureDrafter(ScopedDrafter):
         """Search neighbours of the last hidden state, if none are followed and it pays."""
         match_len = self._state.longest_match()  # updates the cursors
         cursor = self._state.dense_cursor
-        if cursor[0] >= cursor[1] or cursor[3] < 0:
+        if not self._state.follows_neighbours:
             pace = None if cost is None else self._policy.seconds_per_token
             queries.query(cursor, match_len, self._state.newest_token, pace)
         if queries.comparison is not None:
             found = cursor.copy()
             cursor[:] = 0
-            _, _, without = self._state.step(ObservedPass(), limit, depth, cost, chain=0)
+            _, without = self._state.step(ObservedPass(), limit, depth, cost, chain=0)
             queries.comparison.without = self._state.nodes(without.shape[1])
             cursor[:] = found
 

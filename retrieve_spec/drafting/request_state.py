@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.calibration import Calibration
+from retrieve_spec.drafting.drafter import NoiseKey
 from retrieve_spec.drafting.text_sources import TextSources
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.kernels import blend, request, step
@@ -87,11 +88,6 @@ class PendingPasses:
         return passes
 
 
-Drafted = tuple[int, float, NDArray[np.int32]]
-"""What one compiled call gave: how many observed tokens there was room for, accepted tokens expected of the nodes that
-were not forced, the nodes as the block of a `DraftTree`."""
-
-
 def _scratch_of(num_sources: int) -> dict[str, NDArray[Any]]:
     """Return arrays of the expansion kernel for a number of sources, by field of a request; passes reuse them."""
     pool = 64 * MAX_NODES
@@ -105,6 +101,12 @@ def _scratch_of(num_sources: int) -> dict[str, NDArray[Any]]:
         "nodes": np.empty((MAX_NODES, 4), np.int64),
         "node_p": np.empty(MAX_NODES, np.float32),
     }
+
+
+def _first_noise(noise: NoiseKey, length: int) -> NoiseKey:
+    """Return the key of the noise of a text's first token, given that of the token after `length` others."""
+    seed, row, position = noise
+    return NoiseKey(seed, row, position - length)
 
 
 class RequestState:
@@ -146,7 +148,7 @@ class RequestState:
         }
         self.fields["min_p"], self.fields["find_origins"] = min_p, find_origins
         self.sampled = False
-        self._noise_key = 0, 0, 0
+        self._first_noise = NoiseKey(0, 0, 0)  # of the text's first token
         self._session_lock: AbstractContextManager[Any] = nullcontext()
 
     def begin(self, sources: TextSources, calibration: Calibration, session: SessionMemory | None) -> None:
@@ -207,17 +209,26 @@ class RequestState:
 
     def step(
         self, observed: ObservedPass, max_nodes: int, max_depth: int, cost: NDArray[np.float32] | None, chain: int
-    ) -> Drafted:
-        """Learn from pending passes, then draft: one compiled call, or two if the automaton had no room."""
-        drafted = self._call(observed, max_nodes, max_depth, cost, chain)
-        if (room := drafted[0]) == len(observed.emitted):
-            return drafted
-        self.extend(observed.emitted[room:])
-        return self._call(_NOTHING, max_nodes, max_depth, cost, chain)
+    ) -> tuple[float, NDArray[np.int32]]:
+        """Learn from pending passes, then draft: one compiled call, or two if the automaton had no room.
+
+        Returns
+        -------
+        expected
+            Accepted tokens expected of the nodes that are not forced.
+        block
+            The nodes, as the block of a `DraftTree`.
+        """
+        num_appended, expected, block = self._call(observed, max_nodes, max_depth, cost, chain)
+        if num_appended < len(observed.emitted):
+            self.extend(observed.emitted[num_appended:])
+            _, expected, block = self._call(_NOTHING, max_nodes, max_depth, cost, chain)
+        return expected, block
 
     def _call(
         self, observed: ObservedPass, max_nodes: int, max_depth: int, cost: NDArray[np.float32] | None, chain: int
-    ) -> Drafted:
+    ) -> tuple[int, float, NDArray[np.int32]]:
+        """Return how many observed tokens the automaton had room for, then what `step` returns."""
         emitted, verified, top_ids, top_logits, size, accepted, expected = observed
         num_verified, num_accepted, expected_accepted = self._verified
         num_verified[0], num_accepted[0], expected_accepted[0] = size, accepted, expected
@@ -225,7 +236,7 @@ class RequestState:
         with self._session_lock:
             if self._earlier:
                 self.refresh_sessions()
-            drafted: Drafted = step.propose(
+            drafted: tuple[int, float, NDArray[np.int32]] = step.propose(
                 self.address,
                 cost,
                 max_nodes,
@@ -249,23 +260,22 @@ class RequestState:
             self._arrays["node_p"][:count] = np.exp(chain.log_p)
         return count
 
-    def is_noise(self, noise: tuple[int, int, int] | None, length: int) -> bool:
-        """Return whether drafts already use this sampling noise for a text of that many tokens."""
+    def is_noise(self, noise: NoiseKey | None, length: int) -> bool:
+        """Return whether drafts already use the noise that has this key after a text of that many tokens."""
         if noise is None:
             return not self.sampled
-        return self.sampled and self._noise_key == (*noise[:2], noise[2] - length)
+        return self.sampled and self._first_noise == _first_noise(noise, length)
 
-    def set_noise(self, noise: tuple[int, int, int] | None, length: int) -> None:
-        """Set the key of the sampling noise; positions are relative to a text of that many tokens."""
+    def set_noise(self, noise: NoiseKey | None, length: int) -> None:
+        """Set the noise that has this key after a text of that many tokens; None: tokens are not sampled."""
         self.sampled = noise is not None
         self.fields["sampled"] = self.sampled
         if noise is None:
             return
-        seed, row, position = noise
-        self._noise_key = seed, row, position - length
+        self._first_noise = seed, row, offset = _first_noise(noise, length)
         self.fields["seed"] = (seed + (1 << 63)) % (1 << 64) - (1 << 63)  # its 64 bits, signed
-        self.fields["row"], self.fields["position"] = row, position
-        self.fields["position_offset"] = position - length
+        self.fields["row"], self.fields["position"] = row, offset + length
+        self.fields["position_offset"] = offset
 
     def drop_first(self) -> None:
         """Do not judge a draft by its first token: the text continues with unobserved tokens."""
@@ -286,6 +296,12 @@ class RequestState:
         """(CURSOR,) int64 cursor in the trie of neighbours."""
         cursor: NDArray[np.int64] = self.cursors[int(self.fields["dense_source"])]
         return cursor
+
+    @property
+    def follows_neighbours(self) -> bool:
+        """Whether neighbours that were found earlier still match the text."""
+        lo, hi, _, match_len = self.dense_cursor.tolist()
+        return bool(lo < hi and match_len >= 0)
 
     def longest_match(self) -> int:
         """Length of the longest match of any source except neighbours."""

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from retrieve_spec.drafting.drafter import NoiseKey
 from retrieve_spec.drafting.tree import ROOT, DraftTree
 from retrieve_spec.errors import DistributionError, in_a_line
 from retrieve_spec.kernels.sampling import draw_row, gumbel_argmax, truncate_row
@@ -300,8 +301,8 @@ class Sampler(Protocol):
         by.
         """
 
-    def noise_at(self, text: RowText) -> tuple[int, int, int] | None:
-        """Return (seed, row, position), the key of the noise for the token that follows `text`; None without noise."""
+    def noise_at(self, text: RowText) -> NoiseKey | None:
+        """Return the key of the noise for the token that follows `text`; None without noise."""
 
 
 class HostReading:
@@ -412,7 +413,7 @@ class RandomSampler(HostReading):
 
     def choose(self, logits: PassLogits, row: int, text: RowText) -> int:
         """Return a sample."""
-        key = (self._seed, self._row, text.length)
+        key = self.noise_at(text)
         values = self.warpers.edited(logits.row(row), text)
         if not self.warpers.truncates:
             return _drawn(values, self.warpers.temperature, *key)
@@ -440,9 +441,9 @@ class RandomSampler(HostReading):
         w = self.warpers
         return int(truncate_row(values, w.temperature, w.top_k, w.top_p, w.min_p, self._ids, self._scores))
 
-    def noise_at(self, text: RowText) -> tuple[int, int, int]:
+    def noise_at(self, text: RowText) -> NoiseKey:
         """Key of the noise of the next token."""
-        return self._seed, self._row, text.length
+        return NoiseKey(self._seed, self._row, text.length)
 
 
 def prepare_sampling() -> None:
@@ -483,9 +484,9 @@ class ProcessorSampler(HostReading):
         """Log-probability under the processed scores, which are not computed again."""
         return log_softmax_at(self._processed[0], token)
 
-    def noise_at(self, text: RowText) -> tuple[int, int, int] | None:
+    def noise_at(self, text: RowText) -> NoiseKey | None:
         """Key of the noise of the next token, None when the processed argmax is taken."""
-        return None if self._seed is None else (self._seed, self._row, text.length)
+        return None if self._seed is None else NoiseKey(self._seed, self._row, text.length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from transformers.generation import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from retrieve_spec.drafting.drafter import NoiseKey
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import ConfigError, in_a_line
 from retrieve_spec.kernels.sampling import noise_key
@@ -257,7 +258,7 @@ class OpeningSampler(HostReading):
         """() float32: log-probability of what `choose` has just returned."""
         return self._chooser(text).log_prob(logits, row, text, token)
 
-    def noise_at(self, text: RowText) -> tuple[int, int, int] | None:
+    def noise_at(self, text: RowText) -> NoiseKey | None:
         """Key of the noise of the next token, None without noise."""
         return self._chooser(text).noise_at(text)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.drafter import Budget, NoiseKey, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.sources.session import SessionMemory
 
@@ -26,7 +26,7 @@ def drafted(seed: int, store: str | None) -> list[dict[str, Any]]:
         at = int(rng.integers(1, 30))
         drafter.start(text[:at], text[20:70] if request % 2 else None)
         while at < len(text):
-            noise = (seed, 0, at) if request >= 2 else None
+            noise = NoiseKey(seed, 0, at) if request >= 2 else None
             tree = drafter.propose(Budget(24, 12, COST if request == 3 else None, noise))
             tree.validate()
             trees.append({name: getattr(tree, name).tolist() for name in ("token_ids", "parent", "log_p", "source")})
