@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -314,6 +314,26 @@ def _request_reads(paths: Sequence[Path]) -> None:
             continue
 
 
+class OriginRun(NamedTuple):
+    """Accepted draft tokens that a source read in one piece.
+
+    Attributes
+    ----------
+    position, tokens
+        Index of the first among the new tokens, and their number.
+    origin
+        Where the source read the first: `segment << ORIGIN_BITS | token position`.
+    """
+
+    position: int
+    tokens: int
+    origin: int
+
+    def is_continued_by(self, position: int, origin: int) -> bool:
+        """Whether a token with this position and origin is the next one of the run."""
+        return self.position + self.tokens == position and self.origin + self.tokens == origin
+
+
 @dataclass(frozen=True, slots=True)
 class SourcedRun:
     """Accepted draft tokens that occur verbatim in one document of a store.
@@ -336,8 +356,8 @@ class SourcedRun:
     store_position: int
 
 
-def sourced_runs(runs: Iterable[tuple[int, int, int]], datastores: Sequence[Datastore]) -> list[SourcedRun]:
-    """Look up the documents of (position, tokens, origin) runs; runs from outside the stores are left out.
+def sourced_runs(runs: Iterable[OriginRun], datastores: Sequence[Datastore]) -> list[SourcedRun]:
+    """Look up the documents of runs; runs from outside the stores are left out.
 
     Raises
     ------

@@ -25,6 +25,7 @@ from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.engine.budget import Backoff, Costs, PassThreads, keep_best, using, within
 from retrieve_spec.engine.draft_batch import BatchBudget, draft_batch
 from retrieve_spec.engine.driving import Driver
+from retrieve_spec.engine.report import PassSeconds
 from retrieve_spec.engine.scheduler import Scheduler
 from retrieve_spec.engine.sequence import SeenPass, Sequence, Status, autocast_key
 from retrieve_spec.sampling.acceptance import PassLogits, read_side_by_side, walk
@@ -106,7 +107,7 @@ class Engine(Driver):
         batch = run_each(batch, learn)
         times.append(perf_counter())
         if batch:
-            self._note(batch, usual, np.diff(times).tolist(), roots - len(batch), padded)
+            self._record(batch, usual, PassSeconds(*np.diff(times).tolist()), roots - len(batch), padded)
 
     def _draft(self, batch: list[Sequence]) -> list[Sequence]:
         """Draft a tree for every sequence within one budget; return the sequences whose drafters did not fail."""
@@ -128,7 +129,7 @@ class Engine(Driver):
             return None
         return self.costs.seconds(len(batch), sum(sequence.text.length for sequence in batch))
 
-    def _note(self, batch: list[Sequence], usual: bool, seconds: list[float], extra_roots: int, padded: bool) -> None:
+    def _record(self, batch: list[Sequence], usual: bool, seconds: PassSeconds, extra_roots: int, padded: bool) -> None:
         """Record a pass in reports and costs.
 
         Parameters
@@ -136,17 +137,17 @@ class Engine(Driver):
         usual
             Whether it took as long as such passes do.
         seconds
-            Of drafting, verifying, committing and learning.
+            What it took.
         extra_roots
             Root tokens beyond one for each sequence.
         padded
             Whether each sequence took as many rows as the widest.
         """
-        share = tuple(each_of / len(batch) for each_of in seconds)
+        share = PassSeconds(*(part / len(batch) for part in seconds))
         for sequence in batch:
             sequence.steps.append(self.steps)
             sequence.report.threads = 0 if self.threads is None else self.threads.chosen
-            sequence.report.note(sequence.seen.tree, sequence.seen.walked, share, sequence.limits.provenance)
+            sequence.report.add_pass(sequence.seen.tree, sequence.seen.walked, share, sequence.limits.provenance)
         chooses_threads = self.threads is not None and self.threads.most > 1
         asked = chooses_threads or any(sequence.drafter.drafts for sequence in batch)
         if usual and asked:  # other passes are not comparable, or the time is not needed
@@ -453,8 +454,8 @@ def read_together(batch: list[Sequence], pieces: Many[NDArray[np.int32]]) -> Non
 def begin(sequence: Sequence) -> None:
     """Open a sequence if it can start; where another one has read its prompt, continue from there."""
     sequence.open()
-    if sequence.read_before is not None:
-        _first_choice(sequence, *sequence.read_before, borrowed=True)
+    if (known := sequence.read_before) is not None:
+        _first_choice(sequence, known.output, known.first_row, borrowed=True)
 
 
 def read(sequence: Sequence, piece: NDArray[np.int32]) -> None:

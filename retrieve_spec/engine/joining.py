@@ -20,7 +20,7 @@ from retrieve_spec.datastore.store import sourced_runs
 from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.engine.drafters import Drafters, DraftOptions
 from retrieve_spec.engine.limits import Limits
-from retrieve_spec.engine.sequence import Sequence
+from retrieve_spec.engine.sequence import PromptPass, Sequence
 from retrieve_spec.engine.sessions import Siblings
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.engine.text_drafter import TextDrafter
@@ -154,7 +154,7 @@ class SharedPrompt:
         self._cache_name = cache_name
         self._is_read: Callable[[], bool] | None = None  # whether the sequence that reads it still does
         self._rows: DynamicCache | None = None
-        self._last_pass: tuple[VerifierOutput, int] | None = None  # and the row after the prompt's last token
+        self._last_pass: PromptPass | None = None
 
     def must_wait(self, is_reading: Callable[[], bool]) -> bool:
         """Whether another sequence is reading the prompt; if none is, the caller becomes its reader."""
@@ -173,9 +173,9 @@ class SharedPrompt:
         self._rows = verifier.copy_rows()
         if self._rows is not None:
             hidden = None if output.hidden is None else output.hidden.clone()
-            self._last_pass = VerifierOutput(output.logits.clone(), hidden), first_row
+            self._last_pass = PromptPass(VerifierOutput(output.logits.clone(), hidden), first_row)
 
-    def taken(self, inputs: VerifierInputs) -> tuple[VerifierInputs, tuple[VerifierOutput, int] | None]:
+    def taken(self, inputs: VerifierInputs) -> tuple[VerifierInputs, PromptPass | None]:
         """Return what a sequence with these inputs starts from.
 
         Returns
@@ -183,7 +183,7 @@ class SharedPrompt:
         inputs
             Those that begin after the prompt if it was kept, else the same.
         last_pass
-            What the prompt's last pass gave, and the row of it that follows the prompt; None where it was not kept.
+            The prompt's last pass; None where it was not kept.
         """
         if self._last_pass is None or self._rows is None:
             return inputs, None
@@ -309,7 +309,7 @@ def sequences_of(
             limits.of_row(row.padding, stopper.max_length),
             ids=row.ids,
             documents_of=partial(sourced_runs, datastores=[*speculation.datastores, *stores]),
-            waits_for_reader=prepared.callers_cache,
+            on_demand=prepared.callers_cache,
             prompt=together.of(row.inputs) if together else None,
         )
         made.append(sequence)

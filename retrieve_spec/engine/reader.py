@@ -16,8 +16,8 @@ class Reader:
 
     Parameters
     ----------
-    goes_along
-        Passes come only while the reader asks for one: the cache is the caller's and never runs ahead.
+    on_demand
+        Whether passes come only while the reader asks for one: the cache is the caller's and never runs ahead.
 
     Attributes
     ----------
@@ -25,8 +25,8 @@ class Reader:
         Calls that wait for the sequence.
     """
 
-    def __init__(self, goes_along: bool = False) -> None:
-        self._goes_along = goes_along
+    def __init__(self, on_demand: bool = False) -> None:
+        self._on_demand = on_demand
         self._pieces: deque[NDArray[np.int32]] = deque()
         self.asking = 0
 
@@ -38,7 +38,9 @@ class Reader:
     @property
     def is_near(self) -> bool:
         """Whether the reader is close enough for another pass."""
-        return self.asking > 0 and not self._pieces if self._goes_along else len(self._pieces) < RUN_AHEAD
+        if self._on_demand:
+            return self.asking > 0 and not self._pieces
+        return len(self._pieces) < RUN_AHEAD
 
     def show(self, token_ids: NDArray[np.int32]) -> None:
         """Show what a pass made visible, (t,) int32; none of a prompt's piece."""

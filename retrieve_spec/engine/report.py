@@ -4,16 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.store import SourcedRun
+from retrieve_spec.datastore.store import OriginRun, SourcedRun
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.sampling.acceptance import Walk
 from retrieve_spec.sources import SOURCE_NAMES
 from retrieve_spec.verify.verifier import PassKind
+
+
+class PassSeconds(NamedTuple):
+    """Where the time of a pass went; of a shared pass, what one of its sequences took."""
+
+    draft: float
+    verify: float
+    commit: float
+    learn: float
+
+
+class PassFigures(NamedTuple):
+    """One pass in a report: nodes verified, how many were accepted and were expected to be, time of verifying."""
+
+    nodes: int
+    accepted: int
+    expected: float
+    verify_ms: float
 
 
 @dataclass(slots=True)
@@ -54,12 +72,11 @@ class GenerationReport:
     began, seconds
         When it started, by `time.perf_counter`, and its wall time.
     per_pass
-        (nodes, accepted, expected to be accepted, verify ms) of every pass after the prompt's, in order.
+        Figures of every pass after the prompt's, in order.
     origins
-        With `provenance=True`: (index of the first token among the new ones, number of tokens, origin of the first) of
-        every accepted drafted run that a source read in one piece.
+        With `provenance=True`: every accepted drafted run that a source read in one piece.
     provenance
-        The same runs with the documents they stand in.
+        The same runs with the documents that contain them.
     """
 
     mode: Literal["tree", "chain", "plain", "delegated"] = "plain"
@@ -81,8 +98,8 @@ class GenerationReport:
     learn_ms: float = 0.0
     began: float = 0.0
     seconds: float = 0.0
-    per_pass: list[tuple[int, int, float, float]] = field(default_factory=list)
-    origins: list[tuple[int, int, int]] = field(default_factory=list)
+    per_pass: list[PassFigures] = field(default_factory=list)
+    origins: list[OriginRun] = field(default_factory=list)
     provenance: list[SourcedRun] = field(default_factory=list)
 
     @property
@@ -90,16 +107,17 @@ class GenerationReport:
         """Mean tokens emitted per forward pass, the bonus token included."""
         return self.new_tokens / self.passes if self.passes else 0.0
 
-    def note(self, tree: DraftTree, walked: Walk, seconds: Many[float], provenance: bool = False) -> None:
-        """Enter a pass after the prompt's, and what it took to draft, verify, commit and learn.
-
-        With `provenance`, note where accepted drafts came from.
-        """
+    def add_pass(self, tree: DraftTree, walked: Walk, seconds: PassSeconds, provenance: bool = False) -> None:
+        """Add a pass after the prompt's; with `provenance`, also where its accepted drafts came from."""
         self.passes += 1
-        self.per_pass.append((len(tree), len(walked.path), tree.expected_accepted, seconds[1] * 1e3))
+        self.per_pass.append(
+            PassFigures(len(tree), len(walked.path), tree.expected_accepted, verify_ms=seconds.verify * 1e3)
+        )
         self.nodes += len(tree)
-        for name, took in zip(("draft_ms", "verify_ms", "commit_ms", "learn_ms"), seconds, strict=True):
-            setattr(self, name, getattr(self, name) + took * 1e3)
+        self.draft_ms += seconds.draft * 1e3
+        self.verify_ms += seconds.verify * 1e3
+        self.commit_ms += seconds.commit * 1e3
+        self.learn_ms += seconds.learn * 1e3
         for number in tree.source[walked.path].tolist():
             name = SOURCE_NAMES[number] if number < len(SOURCE_NAMES) else f"source {number}"
             self.accepted_by_source[name] = self.accepted_by_source.get(name, 0) + 1
@@ -126,19 +144,17 @@ def together(parts: Many[GenerationReport], passes: int) -> GenerationReport:
     return whole
 
 
-def origin_runs(origins: NDArray[np.int64], first: int) -> list[tuple[int, int, int]]:
-    """Cut accepted tokens (a,) with known origin into (index, length, origin) runs that a source read in one piece.
+def origin_runs(origins: NDArray[np.int64], first: int) -> list[OriginRun]:
+    """Cut accepted tokens (a,) with known origin into runs that a source read in one piece.
 
     `first` is the index of the first of them among the new tokens.
     """
-    runs: list[tuple[int, int, int]] = []
-    for i, origin in enumerate(origins.tolist()):
+    runs: list[OriginRun] = []
+    for position, origin in enumerate(origins.tolist(), first):
         if origin < 0:
             continue
-        if runs:
-            index, length, begin = runs[-1]
-            if index + length == first + i and begin + length == origin:
-                runs[-1] = (index, length + 1, begin)
-                continue
-        runs.append((first + i, 1, origin))
+        if runs and runs[-1].is_continued_by(position, origin):
+            runs[-1] = runs[-1]._replace(tokens=runs[-1].tokens + 1)
+        else:
+            runs.append(OriginRun(position, 1, origin))
     return runs

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.store import SourcedRun
+from retrieve_spec.datastore.store import OriginRun, SourcedRun
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.engine.limits import Limits
 from retrieve_spec.engine.reader import Reader
@@ -31,26 +31,33 @@ if TYPE_CHECKING:
     from retrieve_spec.engine.text_drafter import TextDrafter
 
 
+class PromptPass(NamedTuple):
+    """Pass that read the end of a prompt: what the model computed, and the row of it that follows the prompt."""
+
+    output: VerifierOutput
+    first_row: int
+
+
 @dataclass(slots=True)
 class SeenPass:
-    """One pass, as one sequence sees it.
+    """One pass, as one sequence sees it; its fields are set one after the other, as the step goes on.
 
     Attributes
     ----------
     tree
-        What was drafted.
+        The draft.
     output
-        What the model computed; None once it was learned from.
+        What the model computed; None after the drafter has learned from it.
     first_row
-        Row of it that follows the root.
+        Row of the output that follows the root.
     is_committed
-        Whether the cache keeps what it keeps of the pass; there is nothing to keep before the first one.
+        Whether the cache was told which rows to keep; true before the first pass, of which it keeps none.
     path
-        Nodes that were walked, also of a walk that failed.
+        Accepted nodes so far, also where the walk failed.
     logits
-        What of the pass's was brought over, once it was.
+        The output's logits on the host.
     walked
-        Where the walk went, once it did.
+        The result of the walk.
     """
 
     tree: DraftTree
@@ -106,7 +113,7 @@ class Sequence:
         (1, L) long, the text as processors and criteria see it, where it has more than `inputs`: padding in front.
     documents_of
         Finds the documents of the report's `origins` when the sequence has ended.
-    waits_for_reader
+    on_demand
         Takes part in passes only while its reader asks for one: its cache is the caller's and never runs ahead.
     prompt
         Its prompt, where other sequences may have the same.
@@ -124,7 +131,7 @@ class Sequence:
     unread
         (m,) int32 what is to be read of the prompt.
     read_before
-        The pass over the prompt that another sequence ran, and the row of it that follows the prompt, where that is so.
+        The last pass over the prompt, where another sequence has read it.
     steps
         Numbers of the engine's steps it took part in after its prompt.
     status
@@ -145,13 +152,13 @@ class Sequence:
         limits: Limits,
         *,
         ids: torch.Tensor | None = None,
-        documents_of: Callable[[list[tuple[int, int, int]]], list[SourcedRun]] | None = None,
-        waits_for_reader: bool = False,
+        documents_of: Callable[[list[OriginRun]], list[SourcedRun]] | None = None,
+        on_demand: bool = False,
         prompt: SharedPrompt | None = None,
     ) -> None:
         self.text = RowText(inputs.input_ids if ids is None else ids)
         self.report = GenerationReport()
-        self.reader = Reader(waits_for_reader)
+        self.reader = Reader(on_demand)
         self.status = Status.WAITING
         self.turn = Turn()
         self.error: BaseException | None = None
@@ -165,7 +172,7 @@ class Sequence:
         self.tree = NO_DRAFT
         self.seen: SeenPass = SeenPass(NO_DRAFT)
         self.prompt = prompt
-        self.read_before: tuple[VerifierOutput, int] | None = None  # the prompt's pass that another sequence ran
+        self.read_before: PromptPass | None = None
 
     @property
     def ended(self) -> bool:
