@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from retrieve_spec.config import OFF, dial
 from retrieve_spec.datastore.store import sourced_runs
-from retrieve_spec.drafting.drafter import VerifiedPass
+from retrieve_spec.drafting.drafter import Drafter, VerifiedPass
 from retrieve_spec.engine.drafters import Drafters, DraftOptions
 from retrieve_spec.engine.limits import Limits
 from retrieve_spec.engine.sequence import PromptPass, Sequence
@@ -248,6 +248,8 @@ class CallOptions:
 
     Attributes
     ----------
+    prediction
+        As the caller gave it, not encoded.
     session
         Memory that a drafter uses in place of its scope's; False for none.
     """
@@ -257,6 +259,7 @@ class CallOptions:
     context_ids: NDArray[np.int32] | None = None
     seed: int | None = None
     on_pass: Callable[[VerifiedPass], None] | None = None
+    prediction: Any = None
     siblings: str | None = None
     scope: str | None = None
     store: Any = None
@@ -274,43 +277,51 @@ def sequences_of(
     prepared: Prepared,
     predictions: Many[NDArray[np.int32] | None],
     options: CallOptions,
-    together: SharedPrompts | None = None,
+    prompts: SharedPrompts | None = None,
 ) -> list[Sequence]:
     """Make a sequence for every row of a prepared call; nothing runs before the engine includes them.
 
-    `predictions` has one for each row; `together` are prompts of other calls, whose sequences may share passes with
-    these.
+    Parameters
+    ----------
+    predictions
+        Token ids (m,) that each row is expected to follow, or None.
+    prompts
+        Prompts of other calls, whose sequences may share passes with these.
     """
     nodes = dial(speculation.config.nodes if options.nodes is None else options.nodes)
     stores = speculation.open_stores(options.store)
-    used = speculation.drafters.get(options.draft, stores)  # raises for an unknown preset
+    drafter = speculation.drafters.get(options.draft, stores)  # raises for an unknown preset
     rows = rows_of(prepared, speculation.interface.cache_name, speculation.new_cache)
     seed, criteria = _seed(prepared, options.seed), prepared.criteria
     if speculation.ranks is not None:
         seed, criteria = speculation.ranks.seed(seed), speculation.ranks.criteria(criteria)
-    if together is None and len(rows) > 1:
-        together = SharedPrompts(speculation.interface.cache_name)
-    verifiers = speculation.verifiers(len(rows), together is not None)  # checks the model before `interface` is used
-    # Otherwise the drafter is the caller's, or must observe every pass.
-    may_defer = (
-        nodes is None and used is not None and used is not speculation.drafters.given and used.wants_hidden is None
+    if prompts is None and len(rows) > 1:
+        prompts = SharedPrompts(speculation.interface.cache_name)
+    verifiers = speculation.verifiers(len(rows), prompts is not None)  # checks the model before `interface` is used
+    drafts = DraftOptions(
+        draft=OFF if nodes == 0 else options.draft,
+        scope=options.scope or "",
+        call=uuid4().hex if len(rows) > 1 else None,
+        stores=stores,
+        session=options.session,
     )
-    drafters = _text_drafters(speculation, prepared, rows, predictions, options, stores, nodes, may_defer)
+    may_defer = nodes is None and _may_defer(speculation, drafter, options)
+    drafters = _text_drafters(speculation, prepared, rows, predictions, options, drafts, may_defer)
     limits = _limits(speculation, prepared, len(rows), nodes)
     made = []
-    for row, verifier, drafter in zip(rows, verifiers, drafters, strict=True):
+    for row, verifier, text_drafter in zip(rows, verifiers, drafters, strict=True):
         stopper = Stopper(criteria)
         sequence = Sequence(
             row.inputs,
             verifier,
-            drafter,
+            text_drafter,
             _sampler(row, prepared, seed, bool(options.return_logprobs)),
             stopper,
             limits.of_row(row.padding, stopper.max_length),
             ids=row.ids,
             documents_of=partial(sourced_runs, datastores=[*speculation.datastores, *stores]),
             on_demand=prepared.callers_cache,
-            prompt=together.of(row.inputs) if together else None,
+            prompt=None if prompts is None else prompts.of(row.inputs),
         )
         made.append(sequence)
     return made
@@ -321,33 +332,35 @@ def _text_drafters(
     prepared: Prepared,
     rows: list[Row],
     predictions: Many[NDArray[np.int32] | None],
-    call: CallOptions,
-    stores: list[Any],
-    nodes: int | None,
+    options: CallOptions,
+    drafts: DraftOptions,
     may_defer: bool,
 ) -> list[TextDrafter]:
     """Make the drafter of each row; nothing is opened yet."""
     drafters, interface, ranks = speculation.drafters, speculation.interface, speculation.ranks
-    name = uuid4().hex if len(rows) > 1 else None
-    options = DraftOptions(OFF if nodes == 0 else call.draft, call.scope or "", name, None, stores, call.session)
     siblings: list[Siblings | None] = [None] * len(rows)
-    if call.siblings != "off" and options.draft != OFF:
-        siblings = siblings_of(rows, drafters, options, interface.cache_name, interface.vocabulary)
-    context_ids = prepared.context_ids if call.context_ids is None else call.context_ids
-    may_defer = may_defer and ranks is None and call.on_pass is None and call.session is True
+    if options.siblings != "off" and drafts.draft != OFF:
+        siblings = siblings_of(rows, drafters, drafts, interface.cache_name, interface.vocabulary)
+    context_ids = prepared.context_ids if options.context_ids is None else options.context_ids
     return [
         TextDrafter(
             drafters,
-            replace(options, siblings=shared),
+            replace(drafts, siblings=shared),
             row.inputs.input_ids[0].cpu().numpy().astype(np.int32) if context_ids is None else context_ids,
             prediction,
-            on_pass=call.on_pass,
+            on_pass=options.on_pass,
             wrap=None if ranks is None else ranks.drafter,
             may_defer=may_defer,
             guide=guide_of(row.processors),
         )
         for row, prediction, shared in zip(rows, predictions, siblings, strict=True)
     ]
+
+
+def _may_defer(speculation: Speculation, drafter: Drafter | None, options: CallOptions) -> bool:
+    """Whether the drafters of a call may be opened later than its texts: nobody but the model must see every pass."""
+    is_own = drafter is not None and drafter is not speculation.drafters.given and drafter.wants_hidden is None
+    return is_own and speculation.ranks is None and options.on_pass is None and options.session is True
 
 
 def _sampler(row: Row, prepared: Prepared, seed: int | None, log_probs: bool) -> Sampler:

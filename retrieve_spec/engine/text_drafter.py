@@ -35,7 +35,7 @@ class TextDrafter:
     on_pass
         Called with what each pass showed the drafter, the prompt's first.
     wrap
-        What makes of the opened drafter the one that is used.
+        Wraps the drafter that was opened; None uses it as it is.
     may_defer
         Whether the drafter may be opened later than the text.
     guide
@@ -44,7 +44,7 @@ class TextDrafter:
     Attributes
     ----------
     drafter
-        None before it has read the text, and where nothing drafts, or nothing any more.
+        The drafter, once it has read the text; None before, after the end, and where nothing drafts.
     """
 
     def __init__(

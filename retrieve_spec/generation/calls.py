@@ -203,7 +203,6 @@ def decode_inside(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: CallOptions,
-    prediction: Any,
 ) -> Any:
     """Run a class's own `generate` with this library's decoding inside, and return what it returns.
 
@@ -211,8 +210,8 @@ def decode_inside(
     ----------
     generate
         The class's, as it was before; `args` and `kwargs` are its arguments.
-    options, prediction
-        As `pop_options` returns them.
+    options
+        This library's own.
 
     Raises
     ------
@@ -226,7 +225,7 @@ def decode_inside(
     def inside(model_inside: Any, input_ids: torch.Tensor, **prepared: Any) -> Any:
         if model_inside is not model:
             raise DelegatedCall(f"{type(model).__name__} lets a {type(model_inside).__name__} decode")
-        answer = decode_captured(model, capture(model, input_ids, **prepared), arguments, options, prediction)
+        answer = decode_captured(model, capture(model, input_ids, **prepared), arguments, options)
         decoded.append(True)
         return answer
 
@@ -236,9 +235,7 @@ def decode_inside(
     return output
 
 
-def decode_captured(
-    model: Any, captured: Captured, arguments: dict[str, Any], options: CallOptions, prediction: Any
-) -> Any:
+def decode_captured(model: Any, captured: Captured, arguments: dict[str, Any], options: CallOptions) -> Any:
     """Decode a call that transformers has prepared from its `arguments`, and return what the call returns.
 
     Raises
@@ -250,7 +247,7 @@ def decode_captured(
     check_arguments_decoded(model, {"generation_config": captured.generation_config}, "")
     why_single = "" if len(captured.input_ids) == 1 else speculation.batching_blocker()
     prepared = from_captured(model, captured, speculation.interface, arguments, why_single)
-    return decode_prepared(model, prepared, options, prediction, {})
+    return decode_prepared(model, prepared, options, {})
 
 
 def _named_arguments(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -291,11 +288,11 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     if getattr(self, "speculation", None) is None and not CALL_OPTIONS & kwargs.keys():
         return original(self)(*args, **kwargs)  # a copy of an accelerated model
     speculation = speculation_of(self)
-    options, prediction = pop_options(kwargs, self)
+    options = pop_options(kwargs, self)
     if reason := own_generate(self):  # its signature may differ, too
         try:
             with seeded(options.seed, self):
-                return decode_inside(self, original(self), args, kwargs, options, prediction)
+                return decode_inside(self, original(self), args, kwargs, options)
         except DelegatedCall as why:
             reason, arguments = str(why), _named_arguments(original(self), args, kwargs)
     else:
@@ -308,7 +305,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         why_single = "" if is_one_row(self, arguments) else speculation.batching_blocker()
         prepared = prepare_call(self, arguments, why_single)
         if isinstance(prepared, Prepared):
-            return decode_prepared(self, prepared, options, prediction, arguments)
+            return decode_prepared(self, prepared, options, arguments)
         reason = prepared
     speculation.delegated(reason)
     with seeded(options.seed, self):
@@ -317,9 +314,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self)(*args, **kwargs)
 
 
-def decode_prepared(
-    model: Any, prepared: Prepared, options: CallOptions, prediction: Any, arguments: dict[str, Any]
-) -> Any:
+def decode_prepared(model: Any, prepared: Prepared, options: CallOptions, arguments: dict[str, Any]) -> Any:
     """Decode a prepared call and return what it returns; `arguments` are those of `generate`."""
     speculation = model.speculation
     if options.return_logprobs and not prepared.config.return_dict_in_generate:
@@ -329,7 +324,7 @@ def decode_prepared(
             "Ask for the output as a whole: log-probabilities are its fields logprobs and raw_logprobs.",
         )
     tokenizer = arguments.get("tokenizer") or speculation.tokenizer
-    predictions = row_predictions(prediction, tokenizer, len(prepared.inputs.input_ids), model)
+    predictions = row_predictions(options.prediction, tokenizer, len(prepared.inputs.input_ids), model)
     sequences = sequences_of(speculation, prepared, predictions, options)
     _run(speculation, sequences, prepared, arguments.get("streamer"))
     return result_of(sequences, prepared)

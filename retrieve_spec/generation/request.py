@@ -10,7 +10,6 @@ import inspect
 import math
 import types
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 from dataclasses import fields, replace
 from typing import Any
 
@@ -52,25 +51,16 @@ _ELSEWHERE = frozenset(["datastores", "drafter", "config", *(field.name for fiel
 BEFORE = "_generate_before_speculation"
 """Where an accelerated model keeps a `generate` that was set on it before."""
 _PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
-CALL_OPTIONS = frozenset(["prediction", *(field.name for field in fields(CallOptions))]) - {"session"}
+CALL_OPTIONS = frozenset(field.name for field in fields(CallOptions)) - {"session"}
 """Arguments of a call that are this library's own."""
 
 
-def pop_options(arguments: dict[str, Any], model: Any) -> tuple[CallOptions, Any]:
-    """Take this library's own options out of the arguments of a call.
-
-    Returns
-    -------
-    options
-        All of them but the prediction.
-    prediction
-        The text that the output is expected to follow, as the caller gave it.
-    """
+def pop_options(arguments: dict[str, Any], model: Any) -> CallOptions:
+    """Take this library's own options out of the arguments of a call."""
     own = {name: arguments.pop(name) for name in CALL_OPTIONS if name in arguments}
     if own.get("context_ids") is not None:
         own["context_ids"] = known_ids(own["context_ids"], "context_ids", model)
-    prediction = own.pop("prediction", None)
-    return CallOptions(**own), prediction
+    return CallOptions(**own)
 
 
 def check_arguments(model: Any, arguments: dict[str, Any]) -> None:
@@ -183,7 +173,6 @@ def open_sequence(
     input_ids: torch.Tensor,
     options: CallOptions,
     *,
-    prediction: Many[int] | None = None,
     templates: Templates | None = None,
     **kwargs: Any,
 ) -> Sequence | None:
@@ -197,7 +186,7 @@ def open_sequence(
         return None
     if options.context_ids is not None:
         options = replace(options, context_ids=known_ids(options.context_ids, "context_ids", model))
-    expected = prediction_ids(prediction, tokenizer, model)
+    expected = prediction_ids(options.prediction, tokenizer, model)
     (sequence,) = sequences_of(speculation_of(model), prepared, [expected], options)
     return sequence
 

@@ -204,8 +204,8 @@ def generate_stream(
             f"num_return_sequences={samples}",
             "Open a stream for each, with a seed of its own: they share passes; or call generate for all at once.",
         )
-    options, prediction = pop_options(arguments, model)
-    expected = prediction_ids(prediction, tokenizer, model)
+    options = pop_options(arguments, model)
+    expected = prediction_ids(options.prediction, tokenizer, model)
     under_way: list[GenerationReport] = []
     how = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
     decoder = None if tokenizer is None else TextDecoder(partial(tokenizer.decode, **how))
@@ -400,12 +400,12 @@ class Requests(Answers[Finished]):
         model, speculation = self._model, self._speculation
         arguments = self._arguments(request)
         tokenizer = arguments["tokenizer"]
-        options, prediction = pop_options(arguments, model)
+        options = pop_options(arguments, model)
         prepared = prepare_call(model, arguments, speculation.batching_blocker())
         if isinstance(prepared, str):
             self._over.append(self._delegated(index, request, arguments, options, prepared))
             return []
-        predictions = row_predictions(prediction, tokenizer, len(prepared.inputs.input_ids), model)
+        predictions = row_predictions(options.prediction, tokenizer, len(prepared.inputs.input_ids), model)
         sequences = sequences_of(speculation, prepared, predictions, options, self._prompts)
         job = _UnderWay(index, request, sequences, tokenizer)
         self._under_way.update({id(sequence): job for sequence in sequences})

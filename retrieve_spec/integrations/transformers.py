@@ -112,14 +112,14 @@ def _prepare(model: Any, tokenizer: Any, given: dict[str, Any]) -> None:
 def _decode(model: Any, input_ids: Any, own: dict[str, Any], arguments: dict[str, Any]) -> Any:
     """Decode what transformers has prepared, or let transformers decode it."""
     speculation = model.speculation
-    options, prediction = pop_options(own, model)
+    options = pop_options(own, model)
     speculation.drafter(options.draft)  # an unknown preset is an error
     prepared = capture(model, input_ids, **arguments)
     try:
         if speculation.engine.is_stepping:
             raise DelegatedCall("it is asked for in the middle of another generation")
         cache = speculation.interface.cache_name
-        return decode_captured(model, prepared, {cache: arguments.get(cache)}, options, prediction)
+        return decode_captured(model, prepared, {cache: arguments.get(cache)}, options)
     except DelegatedCall as why:
         reason = str(why)
         speculation.delegated(reason)

@@ -80,6 +80,7 @@ class DraftHints:
         return CallOptions(
             draft=None if self.enabled else "off",
             context_ids=np.array(self.context, np.int32) if self.enabled and self.context else None,
+            prediction=list(self.prediction) if self.enabled and self.prediction else None,
             seed=None if sampling.greedy else sampling.seed,
             scope=self.scope,
             session=False if self.session is None else self.session,
@@ -305,10 +306,7 @@ class Backend:
         if end_ids:
             arguments["eos_token_id"] = sorted(end_ids)
         options = hints.options(sampling)
-        prediction = list(hints.prediction) if hints.enabled and hints.prediction else None
-        sequence = open_sequence(
-            self.model, ids, options, prediction=prediction, templates=self._templates, **arguments
-        )  # fmt: skip
+        sequence = open_sequence(self.model, ids, options, templates=self._templates, **arguments)
         if sequence is None and sampling.logprobs is not None:
             got = "a model that is left to its own `generate`"
             raise ServeError("log-probabilities from passes of this library", got, "Leave logprobs out.")
