@@ -14,7 +14,7 @@ from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import NoiseKey
 from retrieve_spec.drafting.text_sources import TextSources
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
-from retrieve_spec.kernels import blend, request, step
+from retrieve_spec.kernels import blend, expand, request, step
 from retrieve_spec.kernels.calibration import LENGTH_CLASSES, NUM_SOURCES, begin_request
 from retrieve_spec.kernels.source_table import CURSOR, TAIL
 from retrieve_spec.sources import CONTEXT, SESSION
@@ -95,10 +95,10 @@ def _scratch_of(num_sources: int) -> dict[str, NDArray[Any]]:
         "node_cursors": np.zeros(((MAX_NODES + 1) * num_sources, CURSOR), np.int64),
         "node_tails": np.zeros((MAX_NODES + 1, TAIL), np.int32),
         "pool_p": np.empty(pool, np.float32),
-        "pool_ids": np.empty((pool, 3), np.int32),
+        "pool_ids": np.empty((pool, expand.POOL_COLUMNS), np.int32),
         "heap": np.empty(pool, np.int32),
         "scratch": blend.scratch_memory(num_sources),
-        "nodes": np.empty((MAX_NODES, 4), np.int64),
+        "nodes": np.empty((MAX_NODES, request.NODE_COLUMNS), np.int64),
         "node_p": np.empty(MAX_NODES, np.float32),
     }
 

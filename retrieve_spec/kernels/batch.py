@@ -18,7 +18,7 @@ from retrieve_spec.kernels import request as state
 from retrieve_spec.kernels.compiled_code import inner, inner_with_arrays, kernel
 from retrieve_spec.kernels.request import MATCH, request_at
 from retrieve_spec.kernels.step import propose
-from retrieve_spec.kernels.views import Record, record_at, records_at, view_f32, view_i32, view_i64_rows
+from retrieve_spec.kernels.views import Record, record_at, records_at, view_f32, view_i32
 
 CALL = np.dtype([(name, np.int64) for name in ("request", "text", "place", "longest")], align=True)
 """Record of a row: addresses of its request and of its text's first token (int32), index of the text's length in
@@ -49,8 +49,9 @@ nothing was done."""
 
 
 @inner_with_arrays
-def _nodes_of(request: Record) -> NDArray[np.int64]:
-    return view_i64_rows(request.nodes, MAX_NODES, 4)
+def _tokens_of(request: Record) -> NDArray[np.int64]:
+    """Return the (MAX_NODES,) tokens of a request's chain."""
+    return state.nodes_of(request, MAX_NODES)[:, state.NODE_TOKEN]
 
 
 @inner
@@ -78,8 +79,8 @@ def _goes_on(request: Record, text: int, length: int) -> bool:
 def _judge(request: Record, plan: Record, emitted: NDArray[np.int32]) -> None:
     """Learn how much of a request's draft was accepted; drafts for earlier steps were not verified."""
     drafted = request.num_drafted if request.step == plan.now - 1 else np.int64(0)
-    nodes, accepted, expected = _nodes_of(request), np.int64(0), 0.0
-    while accepted < min(drafted, len(emitted)) and nodes[accepted, 0] == emitted[accepted]:
+    tokens, accepted, expected = _tokens_of(request), np.int64(0), 0.0
+    while accepted < min(drafted, len(emitted)) and tokens[accepted] == emitted[accepted]:
         accepted += 1
     for i in range(drafted):
         expected += _p_of(request, i)
@@ -156,8 +157,8 @@ def _follow_and_grow(
     request.least_p = 0.0
     request.num_unread = len(emitted) - room
     request.num_drafted, request.step = 0, plan.now
-    nodes = _nodes_of(request)
-    while request.num_drafted < tree.shape[1] and nodes[request.num_drafted, 0] < plan.vocabulary:
+    tokens = _tokens_of(request)
+    while request.num_drafted < tree.shape[1] and tokens[request.num_drafted] < plan.vocabulary:
         request.num_drafted += 1
     return bool(request.num_unread == 0)
 
@@ -169,12 +170,12 @@ def _write(plan: Record, calls: NDArray[Any], judged: bool, out: NDArray[np.int3
     written = np.int64(rows)
     for i in range(rows):
         request = request_at(calls[i].request)
-        nodes, n = _nodes_of(request), request.num_drafted
+        tokens, n = _tokens_of(request), request.num_drafted
         if n > 0 or not judged or request.first_token >= plan.vocabulary:
             request.first_p = 0.0
         out[i] = n
         for j in range(n):
-            out[written + j] = nodes[j, 0]
+            out[written + j] = tokens[j]
         written += n
     return written - rows
 

@@ -22,7 +22,17 @@ from retrieve_spec.kernels.blend import (
 from retrieve_spec.kernels.calibration import CERTAIN, NUM_SOURCES, scaled
 from retrieve_spec.kernels.compiled_code import inlined, inner, inner_with_arrays
 from retrieve_spec.kernels.levels import advance_row
-from retrieve_spec.kernels.request import cursors_of, newest_of, scale_of, sources_of
+from retrieve_spec.kernels.request import (
+    NODE_DEPTH,
+    NODE_PARENT,
+    NODE_SOURCE,
+    NODE_TOKEN,
+    cursors_of,
+    newest_of,
+    nodes_of,
+    scale_of,
+    sources_of,
+)
 from retrieve_spec.kernels.sampling import noise_key, uniform
 from retrieve_spec.kernels.source_table import (
     CURSOR,
@@ -37,6 +47,8 @@ from retrieve_spec.kernels.views import Record, prefetch, view_f32, view_i32, vi
 
 NEGLIGIBLE = 0.2
 """Shares below this part of the smallest useful probability are not added up."""
+POOL_TOKEN, POOL_PARENT, POOL_SOURCE, POOL_COLUMNS = 0, 1, 2, 3
+"""Columns of the candidates that were found so far (m, `POOL_COLUMNS`) int32."""
 RANKS = 72
 """Number of bins of candidates' probabilities, for pruning."""
 
@@ -46,8 +58,8 @@ def _before(pool_p: NDArray[np.float32], pool_ids: NDArray[np.int32], a: int, b:
     """Whether a candidate precedes another: higher probability, then lower token id, then earlier."""
     if pool_p[a] != pool_p[b]:
         return bool(pool_p[a] > pool_p[b])
-    if pool_ids[a, 0] != pool_ids[b, 0]:
-        return bool(pool_ids[a, 0] < pool_ids[b, 0])
+    if pool_ids[a, POOL_TOKEN] != pool_ids[b, POOL_TOKEN]:
+        return bool(pool_ids[a, POOL_TOKEN] < pool_ids[b, POOL_TOKEN])
     return a < b
 
 
@@ -207,7 +219,7 @@ def _add_candidates(
     table, scale, room = sources_of(request), scale_of(request), request.pool_size
     tokens, probs = view_i32(request.scratch + CANDIDATES, count), view_f32(request.scratch + SHARES, count)
     credit = view_i64(request.scratch + CREDIT, count)
-    pool_p, pool_ids = view_f32(request.pool_p, room), view_rows(request.pool_ids, room, 3)
+    pool_p, pool_ids = view_f32(request.pool_p, room), view_rows(request.pool_ids, room, POOL_COLUMNS)
     heap = view_i32(request.heap, room)
     for i in range(count):
         if probs[i] < least or pool >= room:
@@ -217,9 +229,9 @@ def _add_candidates(
         if p < cutoff:
             continue
         pool_p[pool] = p
-        pool_ids[pool, 0] = tokens[i]
-        pool_ids[pool, 1] = parent
-        pool_ids[pool, 2] = credit[i]
+        pool_ids[pool, POOL_TOKEN] = tokens[i]
+        pool_ids[pool, POOL_PARENT] = parent
+        pool_ids[pool, POOL_SOURCE] = credit[i]
         _push(heap, waiting, pool, pool_p, pool_ids)
         ranks[_rank(p)] += 1
         waiting += 1
@@ -231,15 +243,15 @@ def _add_candidates(
 def _take_best(request: Record, waiting: int, nodes: NDArray[np.int64], n: int) -> float:
     """Write the most probable waiting candidate as the n-th node; return its path probability."""
     room = request.pool_size
-    pool_p, pool_ids = view_f32(request.pool_p, room), view_rows(request.pool_ids, room, 3)
+    pool_p, pool_ids = view_f32(request.pool_p, room), view_rows(request.pool_ids, room, POOL_COLUMNS)
     heap = view_i32(request.heap, room)
     top = heap[0]
     _pop(heap, waiting, pool_p, pool_ids)
-    parent = pool_ids[top, 1]
-    nodes[n, 0] = pool_ids[top, 0]
-    nodes[n, 1] = parent
-    nodes[n, 2] = 1 if parent < 0 else nodes[parent, 2] + 1
-    nodes[n, 3] = pool_ids[top, 2]
+    parent = pool_ids[top, POOL_PARENT]
+    nodes[n, NODE_TOKEN] = pool_ids[top, POOL_TOKEN]
+    nodes[n, NODE_PARENT] = parent
+    nodes[n, NODE_DEPTH] = 1 if parent < 0 else nodes[parent, NODE_DEPTH] + 1
+    nodes[n, NODE_SOURCE] = pool_ids[top, POOL_SOURCE]
     return np.float64(pool_p[top])
 
 
@@ -258,9 +270,9 @@ def expand(
     Parameters
     ----------
     request
-        The text's request. Its `nodes` (max_nodes, 4) int64 (token, parent, depth, source) and `node_p` (max_nodes,)
-        float32 are written, best first. They begin with a given chain of `num_forced` nodes. The node after that is
-        written even if it does not pay; its probability is 0 if there is none.
+        The text's request. Its `nodes` (`nodes_of`) and `node_p` (max_nodes,) float32 are written, best first. They
+        begin with a given chain of `num_forced` nodes. The node after that is written even if it does not pay; its
+        probability is 0 if there is none.
     cost
         (max_nodes + 1,) float32 seconds of a pass over n nodes, or (0,) to fill the budget.
     acceptance
@@ -277,7 +289,7 @@ def expand(
     rows = len(table)
     cursors = view_i64_rows(request.node_cursors, (max_nodes + 1) * rows, CURSOR)
     tails = view_rows(request.node_tails, max_nodes + 1, TAIL)
-    nodes, node_p = view_i64_rows(request.nodes, max_nodes, 4), view_f32(request.node_p, max_nodes)
+    nodes, node_p = nodes_of(request, max_nodes), view_f32(request.node_p, max_nodes)
     tokens, probs = (
         view_i32(request.scratch + CANDIDATES, MAX_CANDIDATES),
         view_f32(request.scratch + SHARES, MAX_CANDIDATES),
@@ -295,7 +307,7 @@ def expand(
     path_p = min(acceptance, 1.0) * np.float64(node_p[n - 1]) if n > 0 else acceptance  # never above its parent's
     for i in range(forced):
         gain += np.float64(node_p[i])
-        follow(table, cursors, tails, i, i + 1, np.int32(nodes[i, 0]), stores)
+        follow(table, cursors, tails, i, i + 1, np.int32(nodes[i, NODE_TOKEN]), stores)
     best_rate = gain / np.float64(cost[n]) if len(cost) > 0 else 0.0
     while True:  # the root, then every node in order; the n-th has row n of cursors and tails
         if depth < max_depth and n < max_nodes:
@@ -317,7 +329,7 @@ def expand(
             break
         path_p = node_p[n] = _take_best(request, waiting, nodes, n)
         waiting -= 1
-        depth = nodes[n, 2]
+        depth = nodes[n, NODE_DEPTH]
         if path_p < request.least_p or (len(cost) > 0 and not best_possible(cost, n, gain, path_p, best_rate)):
             break
         n += 1
@@ -327,5 +339,6 @@ def expand(
         elif gain > best_rate * np.float64(cost[n]):
             best_rate = gain / np.float64(cost[n])
             best_n = n
-        follow(table, cursors, tails, nodes[n - 1, 1] + 1, n, np.int32(nodes[n - 1, 0]), stores)
+        above, token = nodes[n - 1, NODE_PARENT] + 1, np.int32(nodes[n - 1, NODE_TOKEN])
+        follow(table, cursors, tails, above, n, token, stores)
     return best_n, n

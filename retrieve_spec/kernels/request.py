@@ -97,6 +97,8 @@ REQUEST = np.dtype(
 """Record of a request."""
 request_at = record_at(REQUEST)
 """The `REQUEST` at an address."""
+NODE_TOKEN, NODE_PARENT, NODE_DEPTH, NODE_SOURCE, NODE_COLUMNS = 0, 1, 2, 3, 4
+"""Columns of the nodes of a request's draft (n, `NODE_COLUMNS`) int64, best first; the root is parent -1."""
 MATCH = 64
 """Longest match kept after the text has left a store."""
 LOOKBACK = 32
@@ -123,6 +125,12 @@ def sources_of(request: Record) -> NDArray[Any]:
 def cells_of(request: Record) -> NDArray[np.float32]:
     """Return the cells, (CELLS, 4) float32, of `retrieve_spec.drafting.calibration.Calibration`."""
     return view_f32_rows(request.cells, CELLS, 4)
+
+
+@inner_with_arrays
+def nodes_of(request: Record, count: int) -> NDArray[np.int64]:
+    """Return the first nodes of the draft, (count, `NODE_COLUMNS`)."""
+    return view_i64_rows(request.nodes, count, NODE_COLUMNS)
 
 
 @inner_with_arrays

@@ -152,7 +152,7 @@ def depth_first(
     first[:] = -1
     place = np.empty(n + 1, np.int32)
     for i in range(n - 1, -1, -1):
-        parent = nodes[i, 1] + 1
+        parent = nodes[i, state.NODE_PARENT] + 1
         after[i] = first[parent]
         first[parent] = i
     place[0] = -1
@@ -164,11 +164,11 @@ def depth_first(
             top -= 1
             at = after[stack[top]]
             continue
-        token_ids[filled] = nodes[at, 0]
-        parents[filled] = place[nodes[at, 1] + 1]
-        depths[filled] = nodes[at, 2]
+        token_ids[filled] = nodes[at, state.NODE_TOKEN]
+        parents[filled] = place[nodes[at, state.NODE_PARENT] + 1]
+        depths[filled] = nodes[at, state.NODE_DEPTH]
         log_p[filled] = np.log(node_p[at])
-        sources[filled] = numbers[nodes[at, 3]]
+        sources[filled] = numbers[nodes[at, state.NODE_SOURCE]]
         origins[filled] = node_origin[at] if len(node_origin) > 0 else -1
         place[at + 1] = filled
         filled += 1
@@ -228,15 +228,16 @@ def find_origins(request: Record, num_nodes: int, out: NDArray[np.int64]) -> Non
         longest = MIN_ORIGIN - 1
         for s in range(first, first + num_rows):
             c = (i + 1) * rows + s
-            if cursors[c, 2] <= longest or cursors[c, 0] >= cursors[c, 1]:
+            lo, hi, depth = cursors[c, 0], cursors[c, 1], cursors[c, 2]
+            if depth <= longest or lo >= hi:
                 continue
-            longest = cursors[c, 2]
+            longest = depth
             if table[s].kind == KIND_DENSE:
                 neighbours = table[s].dense
-                out[i] = view_i64(neighbours.origins, neighbours.num_spans)[cursors[c, 0]] + longest - 1
+                out[i] = view_i64(neighbours.origins, neighbours.num_spans)[lo] + depth - 1
             else:
                 segment = table[s].exact
-                position = np.int64(suffixes_of(segment)[cursors[c, 0]]) + longest - 1
+                position = np.int64(suffixes_of(segment)[lo]) + depth - 1
                 if position < segment.length:  # may be wrong in a damaged store
                     out[i] = (segment.segment << ORIGIN_BITS) | position
 
@@ -281,7 +282,7 @@ def propose(
     if len(emitted) > 0:
         _judge(request, emitted[0])
         room = observe(request, emitted, verified, top_ids, top_logits, stores)
-    nodes, node_p = view_i64_rows(request.nodes, max_nodes, 4), view_f32(request.node_p, max_nodes)
+    nodes, node_p = state.nodes_of(request, max_nodes), view_f32(request.node_p, max_nodes)
     n = np.int64(0)
     found = np.empty(0, np.int64)
     expected_accepted = 0.0
@@ -292,7 +293,7 @@ def propose(
         n, _ = expand(request, cost, max_nodes, max_depth, acceptance, chain, stores)
         for i in range(request.num_forced, n):
             expected_accepted += np.float64(node_p[i])
-        request.first_token = nodes[0, 0]
+        request.first_token = nodes[0, state.NODE_TOKEN]
         request.first_p = np.float64(node_p[0]) if request.num_forced == 0 else 0.0
         if stores is not None:  # noqa: SIM102 (Numba leaves out the outer branch alone)
             if request.find_origins == 1:
