@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,13 @@ SPECIAL = {
 
 
 def main() -> None:
-    """Export the model in a folder (the bundled one by default) to a file; models of other kinds are an error."""
+    """Export the model in a folder (the bundled one by default) to a file."""
     args = arguments(__doc__, "target", model=REFERENCE)
-    source = args.model
+    export(args.model, args.target)
+
+
+def export(source: Path, target: str) -> None:
+    """Export the model in a folder to a file; models of other kinds are an error."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     tokenizer = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
     rope = config.get("rope_parameters") or {}
@@ -45,7 +50,7 @@ def main() -> None:
         sys.exit(
             f"expected a Llama whose tokenizer divides words as Qwen2's does, got {kind}. Use llama.cpp's converter."
         )
-    writer = GGUFWriter(args.target, "llama")
+    writer = GGUFWriter(target, "llama")
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     writer.add_name(source.name)
     writer.add_file_type(LlamaFileType.ALL_F32)

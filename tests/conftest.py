@@ -186,6 +186,20 @@ def reference_model(_reference: FoundOnce, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.fixture(scope="session")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The bundled model as a GGUF file; skips without the packages that read one."""
+    from retrieve_spec.model_files import GGUF_READERS
+
+    for package in GGUF_READERS:
+        pytest.importorskip(package)
+    import export_gguf
+
+    path = tmp_path_factory.mktemp("gguf") / "reference.gguf"
+    export_gguf.export(REFERENCE, str(path))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> str:
     """The name of a chat model of 135 M parameters, unpacked into the user's cache; skips without its package."""
     from retrieve_spec.model_files import SMOLLM2

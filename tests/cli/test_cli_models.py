@@ -1,7 +1,6 @@
 """Models by name: what is listed, installed and unpacked, and what is said where a package is missing."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.errors import ModelNotFoundError, RetrieveSpecError, UnsupportedModelError
 from retrieve_spec.model_files import SMOLLM2
 from retrieve_spec.reference_model import load_model
-
-EXPORT = Path(__file__).parents[2] / "scripts" / "export_gguf.py"
 
 
 @pytest.fixture
@@ -54,16 +51,6 @@ def test_another_file_in_the_package_is_refused(cache: Path, tmp_path: Path, mon
     with pytest.raises(ModelNotFoundError, match=f"checksum {SMOLLM2.sha256}"):
         load_model("smollm2")
     assert not cache.exists()
-
-
-@pytest.fixture(scope="module")
-def gguf(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The bundled model as a GGUF file."""
-    for package in model_files.GGUF_READERS:
-        pytest.importorskip(package)
-    path = tmp_path_factory.mktemp("gguf") / "reference.gguf"
-    subprocess.run([sys.executable, EXPORT, str(path)], check=True)
-    return str(path)
 
 
 def write_part(source: str, path: Path, tensors: slice, no: int | None = None, count: int = 1) -> Path:

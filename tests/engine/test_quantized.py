@@ -227,14 +227,11 @@ def test_numbers_of_gguf_blocks_stay_the_same(form: str) -> None:
     assert torch.equal(unpack(pack(weight, 8 if form == "Q8_0" else 4), 96), weight)
 
 
-def test_a_gguf_file_is_packed_as_the_folder_it_was_made_of(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    script = Path(__file__).parents[2] / "scripts" / "export_gguf.py"
-    subprocess.run([sys.executable, script, str(tmp_path / "reference.gguf")], check=True)
-    model, tokenizer = load_model(str(tmp_path / "reference.gguf"), device="cpu", quantize="int4")
+def test_a_gguf_file_is_packed_as_the_folder_it_was_made_of(gguf: str) -> None:
+    model, tokenizer = load_model(gguf, device="cpu", quantize="int4")
     folder, own = load_model(device="cpu", quantize="int4")
     ids = own("def add(a, b):", return_tensors="pt")["input_ids"]
     assert torch.equal(tokenizer("def add(a, b):", return_tensors="pt")["input_ids"], ids)
-    again, tokens = load_model(str(tmp_path / "reference.gguf"), device="cpu", quantize="int4")
+    again, tokens = load_model(gguf, device="cpu", quantize="int4")
     assert torch.equal(model(ids).logits, folder(ids).logits) and torch.equal(again(ids).logits, folder(ids).logits)
     assert tokens.get_vocab() == own.get_vocab()

@@ -1,7 +1,5 @@
 """The draft model inside llama-cpp-python, over the bundled model on a CPU; `make test-llama-cpp` runs these."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +21,6 @@ from retrieve_spec.errors import ConfigError, TokenizerMismatchError
 from retrieve_spec.integrations.llama_cpp import DraftModel
 
 PACKAGE = Path(retrieve_spec.__file__).parent
-SCRIPTS = PACKAGE.parent / "scripts"
 FILES = sorted(PACKAGE.rglob("*.py"))
 CONTEXT = 768
 ODD = [
@@ -36,13 +33,6 @@ ODD = [
     "x=12345+0x1F  # ----\n",
     "<|fim_prefix|>def f(<|fim_suffix|>    return 1\n<|fim_middle|>",
 ]
-
-
-@pytest.fixture(scope="module")
-def gguf(tmp_path_factory):
-    path = tmp_path_factory.mktemp("gguf") / "reference.gguf"
-    subprocess.run([sys.executable, SCRIPTS / "export_gguf.py", path], check=True)
-    return str(path)
 
 
 def llama(gguf, **given):
