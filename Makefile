@@ -10,8 +10,9 @@ PIP_ARGS ?=
 BIN := $(VENV)/bin
 # Suites of their own: processes that are killed at any moment, every model family, kernels without their compiler, those
 # that want as many threads as a program of its own has (a hang with two is not seen with one), and kernels for GPUs in
-# Triton's interpreter and compiler (only a change of kernels/triton_* or of how passes are packed for them is seen there;
-# what calls them is tested with stand-ins on a pretended GPU).
+# Triton's interpreter and compiler (only a change of kernels/triton_*, of how passes are packed for them or of the check
+# of a GPU is seen there; what calls them is tested with stand-ins on a pretended GPU). REAL_CALLS are those of other
+# files in which the same chat model answers.
 KILL_TESTS = $(wildcard tests/*/test_*kill*.py tests/*/test_*interrupt*.py)
 CENSUS_TESTS = tests/conformance tests/hammer
 REAL_TESTS = tests/real
@@ -20,6 +21,7 @@ TRITON_TESTS = $(wildcard tests/recorded/test_triton_*.py)
 KERNEL_TESTS = $(shell grep -lP "^from retrieve_spec\.kernels(\.| import )(?!triton|compiled_code)|^import naive_|^from naive_" -r tests --include="test_*.py" --exclude-dir=real --exclude-dir=recorded)
 CPU_TESTS = tests/kernels/test_row_programs.py tests/kernels/test_layer_rows_kernels.py tests/recorded/test_row_segments.py
 AVX2 = +sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt
+ELSEWHERE = $(patsubst %,--ignore=%,$(KILL_TESTS) $(CENSUS_TESTS) $(REAL_TESTS) $(TRITON_TESTS)) $(REAL_CALLS:%=--deselect=%)
 THREAD_TESTS = $(shell grep -l "pytest\.mark\.threads" -r tests --include="test_*.py")
 # As many processes as tests/conftest.py finds room for, which share the tests out among themselves.
 BESIDE = -n auto --dist worksteal
@@ -38,7 +40,7 @@ demo: setup
 
 ## make test        the tests, several at a time, without the suites below
 test: setup-test
-	$(BIN)/python -m pytest $(BESIDE) -m "not threads" $(KILL_TESTS:%=--ignore=%) $(CENSUS_TESTS:%=--ignore=%) $(REAL_TESTS:%=--ignore=%) $(TRITON_TESTS:%=--ignore=%) $(ARGS)
+	$(BIN)/python -m pytest $(BESIDE) -m "not threads" $(ELSEWHERE) $(ARGS)
 
 ## make test-all    the tests and every suite that needs no other environment, as CI runs them
 test-all: test test-threads test-kills test-census test-triton test-nojit test-cpus test-real
@@ -81,7 +83,7 @@ test-real: setup-test
 
 ## make test-fast   the tests that take less than ten seconds each
 test-fast: setup-test
-	$(BIN)/python -m pytest $(BESIDE) -m "not slow" $(REAL_TESTS:%=--ignore=%) $(ARGS)
+	$(BIN)/python -m pytest $(BESIDE) -m "not slow" $(REAL_TESTS:%=--ignore=%) $(REAL_CALLS:%=--deselect=%) $(ARGS)
 
 ## make hammer      random calls of random models against plain `generate` (ARGS="--minutes 30")
 hammer: setup-test
