@@ -21,6 +21,7 @@ import retrieve_spec as rs
 from retrieve_spec import errors
 
 BARE = GPT2Model(GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1))
+COMPILED = torch.compile(BARE, backend="eager")
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
 
 
@@ -354,7 +355,7 @@ ACCELERATE: list[tuple[Any, type[Exception], str]] = [
     ({"given": "gpt2"}, errors.UnsupportedModelError,
      r"got 'gpt2'\. Load it with AutoModelForCausalLM\.from_pretrained\('gpt2'\)"),
     ({"given": BARE}, errors.UnsupportedModelError, "got GPT2Model, which has no head for the next token"),
-    ({"given": torch.compile(BARE)}, errors.UnsupportedModelError, r"torch\.compile\(accelerate\(model\)\)"),
+    ({"given": COMPILED}, errors.UnsupportedModelError, r"torch\.compile\(accelerate\(model\)\)"),
     ({"tokenizer": numbers(500)}, errors.TokenizerMismatchError, "at most 199 tokens"),
     ({"tokenizer": "gpt2"}, errors.ConfigError, "a tokenizer, got 'gpt2'. Load it with AutoTokenizer"),
     ({"config": "auto"}, errors.ConfigError, "a SpeculationConfig as config, got 'auto'. Give options by name"),

@@ -5,8 +5,6 @@ import threading
 import pytest
 from waiting import wait_for
 
-openai = pytest.importorskip("openai", reason="pip install openai")
-
 
 @pytest.fixture
 def server(live, say):
@@ -46,6 +44,7 @@ def test_closing_mid_stream_stops_the_model(live, say, official):
 
 
 def test_errors_are_the_clients_own_types(server, official):
+    openai = pytest.importorskip("openai", reason="pip install openai")
     with pytest.raises(openai.BadRequestError, match="prompt"):
         official(server).completions.create(model="any", prompt=None)
     with pytest.raises(openai.NotFoundError):
