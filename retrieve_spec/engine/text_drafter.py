@@ -65,7 +65,8 @@ class TextDrafter:
         self.drafter: Drafter | None = None
         self._opened: Drafter | None = None
         self._may_defer = may_defer
-        self._is_deferred = self._defers = False
+        self._defers = False  # whether the start of the text opens no drafter
+        self._is_deferred = False  # whether the text has started, and the drafter is to be opened
         self._observed: list[NDArray[np.int32]] = []  # while it is deferred
         self._forgotten = drafters.times_forgotten(options.scope)
 
