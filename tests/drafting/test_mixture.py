@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
-from retrieve_spec.drafting.drafter import Budget, NoiseKey, VerifiedPass
+from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.kernels.sampling import gumbel_argmax, noise_key, uniform
@@ -213,7 +213,7 @@ def test_known_noise_tells_which_token_will_be_drawn(run):
 def test_any_seed_is_heard(seed):
     drafter = MixtureDrafter()
     drafter.start(np.array([1, 2, 1, 3, 1], np.int32))
-    tree = drafter.propose(Budget(8, 8, None, NoiseKey(seed, 0, 5)))
+    tree = drafter.propose(Budget(8, 8, None, (seed, 0, 5)))
     tree.validate()
     key = np.uint64(noise_key(np.uint64(seed % 2**64), 0, 5))
     best = {token: -np.log(uniform(key, token)) for token in (2, 3)}
