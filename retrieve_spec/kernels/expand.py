@@ -102,16 +102,17 @@ def couple(tokens: NDArray[np.int32], probs: NDArray[np.float32], n: int, key: n
     """Turn probabilities into probabilities given the noise with which the sample will be drawn.
 
     The target's token is the argmax of ``p_i / E_i``, where the exponential ``E_i`` is known (Gumbel-max sampling with
-    counter-based noise) and only ``p_i`` is estimated. So the candidates' scores are known up to the error of the
-    estimate, and the chance to win is taken as proportional to them (exponents of 1.5 and 2.5 were no better, and worse
-    calibrated). The mass of all other tokens competes with its median noise, ln 2.
+    counter-based noise) and only ``p_i`` is estimated. The less the estimates know, the less the noise says: a target
+    that is sure of its token draws it with any noise. So the chance to win is taken as proportional to
+    ``p_i / sqrt(E_i)`` (docs/drafting.md compares exponents). The mass of all other tokens competes with its median
+    noise, ln 2.
     """
     others = 1.0
     for i in range(n):
         others -= np.float64(probs[i])
-    total = max(others, 0.0) / 0.6931
+    total = max(others, 0.0) / np.sqrt(0.6931)
     for i in range(n):
-        score = np.float64(probs[i]) / -np.log(uniform(key, tokens[i]))
+        score = np.float64(probs[i]) / np.sqrt(-np.log(uniform(key, tokens[i])))
         probs[i] = score
         total += score
     for i in range(n):

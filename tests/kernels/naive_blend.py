@@ -236,9 +236,12 @@ def distribution(levels, negligible=0.0):
 
 
 def couple(given, noise):
-    """Probabilities when the noise of the sample is known: the target takes the largest p / E, E exponential."""
-    scores = {token: p / -math.log(noise(token)) for token, (p, _) in given.items()}
-    others = max(1 - sum(p for p, _ in given.values()), 0.0) / 0.6931  # their noise is not looked at: its median
+    """Probabilities when the noise of the sample is known: the target takes the largest p / E, E exponential.
+
+    Estimates of p are off, so half of log E counts.
+    """
+    scores = {token: p / math.sqrt(-math.log(noise(token))) for token, (p, _) in given.items()}
+    others = max(1 - sum(p for p, _ in given.values()), 0.0) / math.sqrt(0.6931)  # at the median of their noise
     total = others + sum(scores.values())
     return {token: (scores[token] / total, row) for token, (_, row) in given.items()}
 
