@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from retrieve_spec.kernels.attention_inputs import LayerRule
-from retrieve_spec.kernels.cpu import CAN_RUN, layer_rows
+from retrieve_spec.kernels.cpu import CAN_RUN, RowProgram, layer_rows
+from retrieve_spec.recorded.position_tables import PositionTables
 from retrieve_spec.recorded.row_segments import PACKED_PRODUCT, fuse_rows
 from retrieve_spec.recorded.tracing import Node, Trace
 
@@ -67,11 +68,14 @@ class CompiledPass:
         The same with a `RowTexts` in place of the attention, on a CPU; None where there is none.
     program_share
         Share of the weights of linear layers, but for the last one, that programs over rows multiply by.
+    programs
+        The programs of `run` and of `run_rows`.
     """
 
     run: Callable[..., Any]
     run_rows: Callable[..., Any] | None
     program_share: float
+    programs: list[RowProgram]
 
 
 def compile_trace(
@@ -99,24 +103,71 @@ def compile_trace(
     sizes = layer_sizes(graph)
     _open_attention(graph)
     _open_rows(graph)
-    run_rows = None
+    run_rows, programs = None, list[RowProgram]()
     if row_kernels is layer_rows and CAN_RUN:
         dtype = next(
             (weight.dtype for weight in weights if weight.dtype in (torch.bfloat16, torch.float16)), torch.float32
         )
         whole = fx.Graph()
         whole.output(whole.graph_copy(graph, {}))
+        look_angles_up(whole, weights)
         if fuse_rows(whole, dict(zip(whole.nodes, weights, strict=False)), dtype, rules, exact):
             run_rows = _function(whole, weights)
+            programs += _programs(whole)
         fuse_rows(graph, dict(zip(graph.nodes, weights, strict=False)), dtype)
+        programs += _programs(graph)
     left = sum(sizes.get(node, 0) for node in graph.nodes if node.target is aten.linear.default)
     by_programs = 1 - left / max(sum(sizes.values()), 1)
     if row_kernels is not None and row_kernels is not layer_rows:
         fuse_linears(graph, row_kernels)
-    return CompiledPass(_function(graph, weights), run_rows, by_programs)
+    return CompiledPass(_function(graph, weights), run_rows, by_programs, programs)
 
 
-def _function(graph: fx.Graph, weights: Sequence[torch.Tensor]) -> Callable[..., Any]:
+def _programs(graph: fx.Graph) -> list[RowProgram]:
+    """Return the programs that a graph runs."""
+    owners = [getattr(node.target, "__self__", None) for node in graph.nodes]
+    return [owner for owner in owners if isinstance(owner, RowProgram)]
+
+
+def look_angles_up(graph: fx.Graph, weights: Sequence[torch.Tensor]) -> None:
+    """Take rotary angles that depend on positions alone from tables, instead of computing them in every pass."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    positions = next(node for node in inputs if node.name == "position_ids")
+    known = {*inputs[: len(weights)], positions}
+    for node in graph.nodes:
+        if node.all_input_nodes and known.issuperset(node.all_input_nodes):
+            known.add(node)
+    rows = value(positions).shape[1]
+    rotations = [node for node in graph.nodes if node.target in (layer_rows.rotate, layer_rows.rotate_both)]
+    angles = dict.fromkeys(
+        angle
+        for rotation in rotations
+        for angle in rotation.args[-2:]
+        if angle in known and value(angle).shape[:3] == (1, 1, rows)
+    )
+    if not angles:
+        return
+    apart, made = fx.Graph(), dict[Node, Node]()
+    apart.graph_copy(graph, made)
+    apart.output(tuple(made[angle] for angle in angles))
+    apart.eliminate_dead_code()
+    for node in inputs[len(weights) :]:
+        if node is not positions:
+            apart.erase_node(made[node])
+    with graph.inserting_before(inputs[-1].next):
+        tables = graph.call_function(PositionTables(_function(apart, weights)).look_up, (positions,))
+        numbers = graph.call_function(operator.getitem, (tables, 0))
+        numbers.meta["val"] = value(positions)
+        rest = [graph.call_function(operator.getitem, (tables, number + 1)) for number in range(len(angles))]
+    for angle, table in zip(angles, rest, strict=True):
+        with graph.inserting_before(angle):
+            taken = graph.call_function(aten.embedding.default, (table, numbers))
+            taken.meta["val"] = value(angle)[:, 0]
+            _replace(angle, graph.call_function(aten.unsqueeze.default, (taken, 1)))
+    graph.eliminate_dead_code()
+
+
+def _function(graph: fx.Graph, weights: Sequence[torch.Tensor]) -> functools.partial[Any]:
     """A rewritten graph as a function of its placeholders after the weights."""
     for node in nodes_of(graph):
         if node.op == "call_function" and node.target in BINDINGS:

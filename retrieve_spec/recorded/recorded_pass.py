@@ -343,8 +343,11 @@ class RecordedPass:
         with torch.inference_mode():
             if self.exact > 1 and not isinstance(attend, RowTexts):
                 return self._run_exactly(input_ids, position_ids, attend, wanted)
-            rows = self._compiled.run_rows if isinstance(attend, RowTexts) else None
-            logits, hidden = (rows or self._compiled.run)(input_ids, position_ids, attend, wanted)
+            run = self._compiled.run
+            if isinstance(attend, RowTexts) and self._compiled.run_rows is not None:
+                run = self._compiled.run_rows
+                wanted = torch.arange(input_ids.shape[1])[wanted] if isinstance(wanted, slice) else wanted
+            logits, hidden = run(input_ids, position_ids, attend, wanted)
         return logits, hidden
 
     def _run_exactly(

@@ -432,7 +432,7 @@ def run_pass(
     if wanted is not None:
         ends_it = len(wanted) == rows - wanted[0]
         some = slice(int(wanted[0]), None) if ends_it else _to(recorded, wanted)
-    logits, hidden = recorded.run(_to(recorded, ids)[None], _to(recorded, positions)[None], together, some)
+    logits, hidden = recorded.run(_to(recorded, ids[None]), _to(recorded, positions[None]), together, some)
     return logits[0], hidden[0], Ran.EAGER
 
 
@@ -455,8 +455,10 @@ def _row_texts(laid: Sequence[LaidOut]) -> RowTexts:
 def _places(text: LaidOut) -> NDArray[np.int64]:
     """Return (layers, 4): addresses of keys and of values, capacity, and rows held."""
     cache = text.cache
-    held = np.array([text.held - slab.offset for slab in cache.slabs])[cache.slab_of]
-    return np.column_stack([cache.addresses, held])
+    places = np.empty((len(cache.addresses), 4), np.int64)
+    places[:, :3] = cache.addresses
+    places[:, 3] = np.array([text.held - slab.offset for slab in cache.slabs])[cache.slab_of]
+    return places
 
 
 def _to(recorded: RecordedPass, numbers: NDArray[np.int64]) -> torch.Tensor:

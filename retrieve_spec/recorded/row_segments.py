@@ -32,7 +32,8 @@ from retrieve_spec.recorded.tracing import Node
 
 aten = torch.ops.aten
 PACKED_PRODUCT = torch.ops.retrieve_spec.packed_product.default
-_VIEWS = {aten.view.default, aten.reshape.default, aten.transpose.int}
+_PACKED_ROWS = torch.ops.retrieve_spec.packed_rows.default
+_VIEWS = {aten.view.default, aten.reshape.default, aten.transpose.int, aten.unsqueeze.default}
 _PRODUCTS = {PACKED_PRODUCT, aten.linear.default}
 _PAIRS = {layer_rows.add_rms_norm, layer_rows.rotate_both}
 _ROTATIONS = {layer_rows.rotate, layer_rows.rotate_both}
@@ -41,6 +42,9 @@ _STEPS = {
     layer_rows.gate: 2, layer_rows.rotate: 1, layer_rows.rotate_both: 2,
 }  # fmt: skip
 """Operations that programs have a step for, and how many of their leading arguments are rows."""
+_LOOKUPS = {aten.embedding.default, _PACKED_ROWS}
+_ANY = 1 << 62
+"""More rows than a table has."""
 
 
 def fuse_rows(
@@ -118,6 +122,7 @@ class Segment:
         self._rows, self._weights, self._dtype, self._rules = str(rows), weights, dtype, rules
         self._nodes: dict[Node, None] = {}  # in order
         self._steps: list[Node] = []
+        self._chosen: dict[Node, None] = {}  # have only the rows that logits are wanted for
 
     def feeds(self, node: Node) -> bool:
         """Whether a node needs a result of the segment."""
@@ -127,20 +132,29 @@ class Segment:
         """Add the next node if there is a step for it or it is a view of a node in the segment; return whether it was
         added.
         """
-        if node.op != "call_function":
+        is_choice = self._chooses(node)
+        if node.op != "call_function" and not is_choice:
             return False
-        step = self._has_step(node)
+        is_chosen = any(needed in self._chosen for needed in node.all_input_nodes)
+        step = is_choice or (self._has_step(node) and is_chosen == bool(self._chosen))
         views = node.target in _VIEWS and self.feeds(node)
         if step or views or (node.target is operator.getitem and node.args[0] in self._steps):
             self._nodes[node] = None
             self._steps += [node] * step
+            self._chosen |= {node: None} if is_choice or is_chosen else {}
             return True
         return False
+
+    def _chooses(self, node: Node) -> bool:
+        """Whether a node chooses the rows of the segment that logits are wanted for."""
+        return bool(self._rules) and node.op == "call_method" and node.args[0] in self._nodes
 
     def _has_step(self, node: Node) -> bool:
         """Whether a node is an operation that programs have a step for, on contiguous rows."""
         if node.target is operator.call:
             return self._attends(node)
+        if node.target in _LOOKUPS:
+            return self._looks_up(node)
         if node.target not in _STEPS:
             return False
         if node.target is aten.linear.default and not self._serves(node):
@@ -157,6 +171,16 @@ class Segment:
             given = [arg.args[0] for arg in given]
         in_rows = all(_shape(arg)[0] == 1 and str(_shape(arg)[1]) == self._rows for arg in given)
         return in_rows and all(self._base(arg) is not None for arg in given)
+
+    def _looks_up(self, node: Node) -> bool:
+        """Whether a node takes rows of a table by the numbers of all rows."""
+        table, numbers = _lookup(node)
+        in_rows = len(self._rules) > 0 and tuple(map(str, _shape(numbers))) == ("1", self._rows)
+        if not in_rows or node.meta["val"].dtype != self._dtype:
+            return False
+        if node.target is _PACKED_ROWS:
+            return bool(table.meta["val"].dtype == torch.uint8)
+        return table not in self._weights or serves(self._weights[table])
 
     def _serves(self, linear: Node) -> bool:
         """Whether a product with unpacked weights is one that programs have a step for, and fast.
@@ -227,7 +251,7 @@ class Segment:
 
     def _compile(self, outputs: Sequence[Node]) -> tuple[list[Node], Callable[..., list[torch.Tensor]]]:
         """Return the nodes whose tensors the program takes, rows first, and the function that runs it."""
-        program, places, inputs = RowProgram(self._dtype), dict[Node, int](), list[Node]()
+        program, places, inputs, choice = RowProgram(self._dtype), dict[Node, int](), list[Node](), 0
 
         def given(node: Node) -> int:
             """Return the place of a tensor."""
@@ -252,7 +276,16 @@ class Segment:
             if step in places:
                 continue  # part of an earlier step's products
             x, *others = step.args
-            if step.target is operator.call:
+            if step.target in _LOOKUPS:
+                table, numbers = _lookup(step)
+                bits, width = 8 if step.target is _PACKED_ROWS else UNPACKED, _row_width(step)
+                most = int(_shape(table)[0]) if "val" in table.meta else _ANY  # tables by position have every row
+                program.add(Step.TAKE, given(numbers), given(table), result(step, width), width, bits, most)
+            elif step.op == "call_method":
+                rows, width, wanted = given(x), _row_width(x), others[0][1]
+                program.add(Step.CHOOSE, given(wanted), rows, result(step, width), width, UNPACKED, _ANY)
+                choice = inputs.index(wanted)
+            elif step.target is operator.call:
                 *states, layer = others
                 query, keys, values = (places[self._transposed_base(state)] for state in states)
                 (heads, d), (kv_heads, _), (_, dv) = (map(int, _shape(state)[1::2]) for state in states)
@@ -288,7 +321,14 @@ class Segment:
         shapes = [
             (_row_width(node),) if _is_transposed(node) else tuple(map(int, _shape(node)[2:])) for node in outputs
         ]
-        return inputs, program.over(_row_width(inputs[0]), shapes)
+        results = [(shape, node in self._chosen) for shape, node in zip(shapes, outputs, strict=True)]
+        return inputs, program.over(_row_width(inputs[0]), results, choice).run_over
+
+
+def _lookup(node: Node) -> Sequence[Node]:
+    """Return the table of a node that takes rows of it, and their numbers."""
+    first, second = node.args[:2]
+    return (second, first) if node.target is _PACKED_ROWS else (first, second)
 
 
 def _bias(product: Node, given: Callable[[Node], int]) -> int:

@@ -324,6 +324,33 @@ def test_steps_of_a_program_do_what_torch_does(dtype: torch.dtype) -> None:
         assert deviation < (1e-6 if dtype == torch.float32 else 0.01)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [*((dtype, UNPACKED) for dtype in FORMATS.values()), (torch.bfloat16, 8)], ids=str
+)
+def test_rows_of_tables_are_taken_and_later_steps_are_over_chosen_rows(dtype: torch.dtype, bits: int) -> None:
+    torch.manual_seed(0)
+    width, rows = 64, 21
+    numbers, wanted = torch.randint(0, 48, (rows,)), torch.tensor([20, 3, 3, 0])
+    table, weight = torch.randn(48, width).to(dtype), torch.randn(32, width).to(dtype)
+    kept = pack(table.float(), 8) if bits == 8 else table
+    program = RowProgram(dtype)
+    given = [program.place() for _ in range(6)]
+    program.add(Step.TAKE, given[0], given[1], given[4], width, bits, 48)
+    chosen = program.place(width)
+    program.add(Step.CHOOSE, given[2], given[4], chosen, width, UNPACKED, rows)
+    program.multiply(chosen, width, UNPACKED, [(given[3], ZEROS, given[5], 32)])
+    program.finish(given)
+    taken, out = (torch.zeros(padded(rows), each, dtype=dtype) for each in (width, 32))
+    addresses = [tensor.data_ptr() for tensor in (numbers, kept, wanted, weight, taken, out)]
+    program.run(rows, addresses, chosen=len(wanted))
+    expected = unpack(kept, width).to(dtype)[numbers] if bits == 8 else table[numbers]
+    assert torch.equal(taken[:rows], expected)
+    assert torch.equal(out[: len(wanted)], row_product(expected[wanted], weight)) and not out[padded(4) :].any()
+    numbers[7] = 48
+    with pytest.raises(IndexError, match="from 0 to 47, got 48"):
+        program.run(rows, addresses, chosen=len(wanted))
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_threads_wait_for_each_other_between_steps(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's, or threads of this library, where torch has another runtime."""

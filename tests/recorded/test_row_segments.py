@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from small_decoders import VOCAB, build, ids
 
-from retrieve_spec.kernels.cpu import layer_rows
+from retrieve_spec.kernels.cpu import layer_rows, row_programs
 from retrieve_spec.kernels.cpu.row_programs import CAN_RUN, RowTexts
 from retrieve_spec.recorded.kv_buffer import KVBuffer
-from retrieve_spec.recorded.recorded_pass import RecordedPass
+from retrieve_spec.recorded.recorded_pass import ALL, RecordedPass
 
 pytestmark = pytest.mark.skipif(not CAN_RUN, reason="nothing is compiled")
 EVERY = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -23,12 +24,12 @@ def recorded(dtype: torch.dtype, **extra: Any) -> tuple[Any, RecordedPass]:
     return model, RecordedPass(model, 2, "last", layer_rows)
 
 
-def logits_of(run: RecordedPass, tokens: torch.Tensor) -> torch.Tensor:
+def logits_of(run: RecordedPass, tokens: torch.Tensor, first: int = 0, wanted: Any = ALL) -> torch.Tensor:
     buffer, rows = KVBuffer([0, 0], 64), tokens.shape[1]
     buffer.restart(run.no_states())
     places = np.column_stack([buffer.addresses, np.zeros(2, np.int64)])
     texts = RowTexts([rows], [np.tri(rows, dtype=np.bool_)], [np.arange(rows)], [places])
-    return run.run(tokens, torch.arange(rows)[None], texts)[0][0]
+    return run.run(tokens, first + torch.arange(rows)[None], texts, wanted)[0][0]
 
 
 @pytest.mark.parametrize(
@@ -64,3 +65,28 @@ def test_exact_passes_are_programs_where_all_products_are(dtype: torch.dtype) ->
 def test_all_attention_but_that_with_sinks_is_part_of_programs(family: str) -> None:
     model = build(family, hidden_size=64, intermediate_size=96, head_dim=32)
     assert RecordedPass(model, 2, "last", layer_rows).attends_rows == (family != "gpt_oss")
+
+
+@EVERY
+def test_a_pass_from_token_ids_to_logits_is_one_program(dtype: torch.dtype) -> None:
+    _, run = recorded(dtype, head_dim=32, vocab_size=208)
+    with mock.patch.object(row_programs, "run_in_threads", wraps=row_programs.run_in_threads) as runs:
+        every = logits_of(run, ids(20))
+    assert runs.call_count == 1
+    assert torch.equal(logits_of(run, ids(20), wanted=torch.tensor([19, 4])), every[[19, 4]])
+    assert torch.equal(logits_of(run, ids(20), wanted=slice(18, None)), every[18:])
+
+
+def test_rotary_angles_are_those_of_any_positions_and_of_the_frequencies_as_they_are() -> None:
+    model, run = recorded(torch.float32, head_dim=32)
+    for first in (0, 4000, 3, 1500, -7):
+        wanted = model(ids(20), position_ids=first + torch.arange(20)[None]).logits[0]
+        torch.testing.assert_close(logits_of(run, ids(20), first), wanted, rtol=1e-4, atol=1e-5)
+        model.model.rotary_emb.inv_freq.data.mul_(0.9)
+
+
+def test_a_token_that_the_model_does_not_have_is_refused() -> None:
+    _, run = recorded(torch.float32, head_dim=32)
+    for token in (-1, VOCAB):
+        with pytest.raises(IndexError, match=f"from 0 to {VOCAB - 1}, got {token}"):
+            logits_of(run, torch.tensor([[5, token, 7]]))

@@ -28,7 +28,7 @@ from retrieve_spec.kernels.cpu.vector_code import (
     widening,
 )
 from retrieve_spec.kernels.cpu.vector_units import unit_here
-from retrieve_spec.kernels.views import view_f32, view_i16, view_i32, view_u8
+from retrieve_spec.kernels.views import view_f32, view_i16, view_i32, view_u8, view_u16
 
 _GROUP_BYTES_4, _GROUP_BYTES_8 = GROUP_BYTES[4], GROUP_BYTES[8]
 _VECTORS = unit_here()
@@ -193,18 +193,24 @@ def bits_of(row_bytes: int, groups: int) -> int:
     return 8 if row_bytes * LANES == groups * GROUP_BYTES[8] else 4
 
 
+@inner
+def unpack_row(number: int, weight: int, groups: int, out: int) -> None:
+    """Unpack one row of a weight of 8 bits to bfloat16; both are at addresses."""
+    place, numbers = number % LANES, view_u16(out, GROUP * groups)
+    panel = weight + number // LANES * groups * _GROUP_BYTES_8
+    for group in range(groups):
+        at = panel + group * _GROUP_BYTES_8
+        levels, scale = view_u8(at, GROUP * LANES), wide(view_i16(at + GROUP * LANES + 2 * place, 1)[0])
+        for i in range(GROUP):
+            level = np.float32(levels[4 * (i // 4 * LANES + place) + i % 4])
+            numbers[GROUP * group + i] = narrow((level - np.float32(128.0)) * scale, np.uint16(0))
+
+
 @kernel
-def unpack_rows(ids: NDArray[np.int64], weight: int, groups: int, out: NDArray[np.uint16]) -> None:
-    """Unpack some rows of a weight of 8 bits at an address to (rows, 32 · groups) bfloat16."""
-    for row in range(len(ids)):
-        place = ids[row] % LANES
-        panel = weight + ids[row] // LANES * groups * _GROUP_BYTES_8
-        for group in range(groups):
-            at = panel + group * _GROUP_BYTES_8
-            levels, scale = view_u8(at, GROUP * LANES), wide(view_i16(at + GROUP * LANES + 2 * place, 1)[0])
-            for i in range(GROUP):
-                level = np.float32(levels[4 * (i // 4 * LANES + place) + i % 4])
-                out[row, GROUP * group + i] = narrow((level - np.float32(128.0)) * scale, np.uint16(0))
+def unpack_rows(numbers: NDArray[np.int64], weight: int, groups: int, out: int) -> None:
+    """Unpack some rows of a weight of 8 bits at an address to (rows, 32 · groups) bfloat16 at another."""
+    for row in range(len(numbers)):
+        unpack_row(numbers[row], weight, groups, out + 2 * GROUP * groups * row)
 
 
 def unpack(weight: torch.Tensor, columns: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Programs over the rows of a pass on a CPU: decoder layers in one compiled call.
 
-A program is a list of steps over rows of float32, bfloat16 or float16: products, normalisations, gates, rotary
-embeddings, attention. Each rounds where the operation it replaces does (`retrieve_spec.kernels.cpu.layer_rows`).
+A program is a list of steps over rows of float32, bfloat16 or float16: rows of tables, products, normalisations, gates,
+rotary embeddings, attention. Each rounds where the operation it replaces does (`retrieve_spec.kernels.cpu.layer_rows`).
 Torch's threads run it in one parallel region, and take parts of a step until none are left.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from enum import IntEnum
+from itertools import accumulate
 from typing import Any, Self
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch.nn import functional
 from retrieve_spec.kernels.compiled_code import inlined, inner
 from retrieve_spec.kernels.cpu.amx_code import amx_configure, amx_release
 from retrieve_spec.kernels.cpu.layer_rows import gate_row, normalise_rows, rotate_heads
-from retrieve_spec.kernels.cpu.number_formats import LIKE, bytes_of
+from retrieve_spec.kernels.cpu.number_formats import LIKE, bytes_of, view_numbers
 from retrieve_spec.kernels.cpu.packed_products import (
     BLOCKS,
     FLOATS,
@@ -36,6 +36,7 @@ from retrieve_spec.kernels.cpu.packed_products import (
     multiply_panel,
     quantise_groups,
     unpack,
+    unpack_row,
     unpack_rows,
     widen_row,
 )
@@ -86,14 +87,20 @@ class Step(IntEnum):
     """x, interleaved blocks, groups of 64 bytes."""
     WIDEN = 9
     """x, float32, groups of 64 bytes."""
+    TAKE = 10
+    """numbers of rows, table, out, width, bits, rows of the table; with unpacked tables, in the rows' format."""
+    CHOOSE = 11
+    """The same with rows for a table: later steps are over these rows only."""
 
 
 _PLACES = {
     Step.PART: 3, Step.QUANTISE: 4, Step.MULTIPLY: 3, Step.NORMALISE: 5, Step.GATE: 3, Step.ROTATE: 4, Step.KEEP: 2,
-    Step.ATTEND: 2, Step.INTERLEAVE: 2, Step.WIDEN: 2,
+    Step.ATTEND: 2, Step.INTERLEAVE: 2, Step.WIDEN: 2, Step.TAKE: 3, Step.CHOOSE: 3,
 }  # fmt: skip
 """Number of places among the fields of each kind of step."""
-_PART, _QUANTISE, _MULTIPLY, _NORMALISE, _GATE, _ROTATE, _KEEP, _ATTEND, _INTERLEAVE, _WIDEN = map(int, Step)
+_PART, _QUANTISE, _MULTIPLY, _NORMALISE, _GATE, _ROTATE, _KEEP, _ATTEND, _INTERLEAVE, _WIDEN, _TAKE, _CHOOSE = map(
+    int, Step
+)
 ZEROS, NOWHERE = 0, 1
 """Places of 16 zeros, and of a missing operand."""
 
@@ -160,12 +167,32 @@ def _do_row(step: NDArray[np.int64], at: NDArray[np.int64], rows: int, row: int,
         )  # fmt: skip
 
 
-_HEADER = 9
+@inner
+def _take_row(step: NDArray[np.int64], at: NDArray[np.int64], row: int, refused: NDArray[np.int64], like: Any) -> None:
+    """Copy one row of a table. A number that it has no row for is written to `refused`, with their number."""
+    number, width = view_i64(at[step[1]], row + 1)[row], step[4]
+    if not 0 <= number < step[6]:
+        refused[0], refused[1] = number, step[6]
+        return
+    size = bytes_of(like)
+    table, out = at[step[2]], at[step[3]] + size * width * row
+    if step[5] != UNPACKED:
+        unpack_row(number, table, width // GROUP, out)
+        return
+    given, taken = view_numbers(table + size * width * number, width, like), view_numbers(out, width, like)
+    for i in range(width):
+        taken[i] = given[i]
+
+
+_HEADER, _CHOSEN, _REFUSED = 12, 9, 10
 
 
 @inlined
 def _run(address: int, like: Any) -> None:
-    """Run a program in all threads that call this; `address` points to the numbers of `RowProgram.run`."""
+    """Run a program in all threads that call this; `address` points to the numbers of `RowProgram.run`: tickets, plan,
+    steps, rows, threads, texts and their number, scratch and its size, chosen rows, what was refused (two), then a pair
+    of tickets for each step, and addresses.
+    """
     numbers = view_i64(address, _HEADER)
     counters, steps, rows, threads = address + 8 * _HEADER, numbers[2], numbers[3], numbers[4]
     plan, at = view_i64_rows(numbers[1], steps, _FIELDS), view_i64(counters + 16 * steps, 1 << 20)
@@ -173,9 +200,12 @@ def _run(address: int, like: Any) -> None:
     scratch = numbers[7] + numbers[8] * take_ticket(address)
     _configure(like)
     for i in range(steps):
-        step, parts, ticket, units, each = plan[i], plan[i + 1 :], counters + 16 * i, rows, 1
+        step, parts, ticket, each = plan[i], plan[i + 1 :], counters + 16 * i, 1
         if step[0] == _PART:
             continue
+        if step[0] == _CHOOSE:
+            rows = numbers[_CHOSEN]
+        units = rows
         if step[0] == _MULTIPLY:
             each = max(step[7] // (_PARTS * threads), 1)
             units = -(-step[7] // each)
@@ -208,6 +238,8 @@ def _run(address: int, like: Any) -> None:
                 append_row(by_text, unit, at[step[1]], at[step[2]], step[3], step[4], step[5], step[6], like)
             elif step[0] == _INTERLEAVE:
                 interleave_block(at[step[1]], unit, rows, step[3], at[step[2]], like)
+            elif step[0] == _TAKE or step[0] == _CHOOSE:
+                _take_row(step, at, unit, numbers[_REFUSED:], like)
             else:
                 _do_row(step, at, rows, unit, like)
             take_ticket(ticket + 8)
@@ -323,10 +355,15 @@ class RowTexts:
         depths: Sequence[NDArray[np.int64]],
         places: Sequence[NDArray[np.int64]],
     ) -> None:
-        self._held = [list(map(np.ascontiguousarray, arrays)) for arrays in (seen, places, depths)]
-        addresses = [[array.ctypes.data for array in arrays] for arrays in self._held]
-        ends = np.cumsum(rows)
-        self.by_text = np.column_stack([ends - rows, rows, *addresses])
+        self._held = [tuple(map(np.ascontiguousarray, arrays)) for arrays in zip(seen, places, depths, strict=True)]
+        begins = accumulate(rows, initial=0)
+        self.by_text = np.array(
+            [
+                (begin, count, *[array.ctypes.data for array in arrays])
+                for begin, count, arrays in zip(begins, rows, self._held, strict=False)
+            ],
+            np.int64,
+        )
         self.longest = max(int(place[:, 3].max()) + count for place, count in zip(places, rows, strict=True))
 
 
@@ -340,19 +377,29 @@ class RowProgram:
     ----------
     dtype
         Format of the rows: float32, bfloat16 or float16.
+
+    Attributes
+    ----------
+    is_frozen
+        Whether weights stay where they are from the next run on; their memory is held.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.is_frozen = False
         self._dtype, self._size = dtype, dtype.itemsize
         self._steps: list[tuple[int, ...]] = []
         self._row_bytes: list[int] = [0, 0]  # of buffers, by place
         self._given: list[int] = []
         self._weights: dict[int, torch.Tensor] = {}
         self._held = np.empty(0, np.int64)  # places of weights
+        self._found: NDArray[np.int64] | None = None
+        self._storages: list[Any] = []
         self._zeros = np.zeros(2 * LANES, np.float32)
         self._prepared: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._plan = self._numbers = np.empty(0, np.int64)
         self._arena_bytes = self._widest = 0
+        self._results: list[tuple[tuple[int, ...], bool]] = []
+        self._width, self._choice = 1, 0
         self._whole = 1  # buffers have a multiple of this number of rows
 
     def place(self, width: int = 0, bytes_each: int = 0) -> int:
@@ -365,7 +412,7 @@ class RowProgram:
         return len(self._row_bytes) - 1
 
     def weight(self, tensor: torch.Tensor) -> int:
-        """Return a new place, of a contiguous tensor, which each run finds where it is then."""
+        """Return a new place, of a contiguous tensor, which each run finds where it is then, unless `is_frozen`."""
         place = self.place()
         self._weights[place] = tensor
         return place
@@ -405,14 +452,24 @@ class RowProgram:
 
     def finish(self, given: Sequence[int]) -> Self:
         """Finish the program after its last step; addresses of the `given` places are passed to each run."""
-        self._given = [NOWHERE, *given]
+        self._given = list(given)
         for place in given:
             self._row_bytes[place] = 0
         self._plan, offsets = np.array(self._steps, np.int64), self._lay_out()
         header = [0, self._plan.ctypes.data, len(self._steps), *[0] * (_HEADER - 3), *[0] * (2 * len(self._steps))]
         self._numbers = np.array([*header, *offsets], np.int64)
-        self._held = np.array(list(self._weights), np.int64)
+        self._held = np.array([ZEROS, NOWHERE, *self._weights], np.int64)
         return self
+
+    def _find_weights(self) -> NDArray[np.int64]:
+        """Return the addresses of `_held`."""
+        if self._found is not None:
+            return self._found
+        weights = self._weights.values()
+        found = np.array([self._zeros.ctypes.data, 0, *[weight.data_ptr() for weight in weights]], np.int64)
+        if self.is_frozen:
+            self._found, self._storages = found, [weight.untyped_storage() for weight in weights]
+        return found
 
     def _lay_out(self) -> list[int]:
         """Return the offset of each place's buffer in an arena per row; unused buffers are reused."""
@@ -434,40 +491,62 @@ class RowProgram:
                 ends.setdefault(end, []).append(place)
         return offsets
 
-    def over(self, width: int, shapes: Sequence[tuple[int, ...]]) -> Callable[..., list[torch.Tensor]]:
-        """Return the program as a function of texts and the given tensors; the first has rows of `width` numbers.
+    def over(self, width: int, results: Sequence[tuple[tuple[int, ...], bool]], choice: int = 0) -> Self:
+        """Say what `run_over` is given and returns.
 
-        It returns tensors (1, rows, …) of the given shapes, whose places are the last ones given.
+        Parameters
+        ----------
+        width
+            Numbers in a row of the first tensor.
+        results
+            The shape of a row of each result, and whether its rows are the chosen ones (`Step.CHOOSE`); the last places
+            given to `finish`.
+        choice
+            Which tensor has the numbers of the chosen rows.
         """
-        widths = [math.prod(shape) for shape in shapes]
+        self._width, self._results, self._choice = width, list(results), choice
+        return self
 
-        def run_over(texts: RowTexts | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
-            held = [tensor.contiguous() for tensor in tensors]
-            rows = held[0].numel() // width
-            outs = [held[0].new_empty((padded(rows), each)) for each in widths]
-            self.run(rows, [tensor.data_ptr() for tensor in (*held, *outs)], texts)
-            return [out[:rows].view(1, rows, *shape) for out, shape in zip(outs, shapes, strict=True)]
+    def run_over(self, texts: RowTexts | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Run the program over given tensors; return tensors (1, rows, …)."""
+        held = [tensor.contiguous() for tensor in tensors]
+        rows, chosen = held[0].numel() // self._width, held[self._choice].numel()
+        counts = [chosen if is_chosen else rows for _, is_chosen in self._results]
+        outs = [
+            torch.empty((1, padded(count), *shape), dtype=self._dtype)
+            for count, (shape, _) in zip(counts, self._results, strict=True)
+        ]
+        self.run(rows, [tensor.data_ptr() for tensor in (*held, *outs)], texts, chosen)
+        return [out[:, :count] for out, count in zip(outs, counts, strict=True)]
 
-        return run_over
+    def run(self, rows: int, addresses: Sequence[int], texts: RowTexts | None = None, chosen: int = 0) -> None:
+        """Run the program over a number of rows, given the addresses of contiguous rows and of weights.
 
-    def run(self, rows: int, addresses: Sequence[int], texts: RowTexts | None = None) -> None:
-        """Run the program over a number of rows, given the addresses of contiguous rows and of weights."""
+        `chosen` is the number of rows after `Step.CHOOSE`.
+
+        Raises
+        ------
+        IndexError
+            A table has no row of a number.
+        """
         room, threads, numbers = -(-padded(rows) // self._whole) * self._whole, threads_of_torch(), self._numbers.copy()
         scratch = 0 if texts is None else 4 * QUERIES * (3 * self._widest + texts.longest + LANES)
         scratch = -(-scratch // 64) * 64
         arena = torch.empty(room * self._arena_bytes + threads * scratch, dtype=torch.uint8)
         begin = arena.data_ptr()
-        numbers[3], numbers[4] = rows, threads
+        numbers[3], numbers[4], numbers[_CHOSEN] = rows, threads, chosen
         if texts is not None:
             by_text = texts.by_text
             numbers[5:9] = by_text.ctypes.data, len(by_text), begin + room * self._arena_bytes, scratch
         at = numbers[-len(self._row_bytes) :]
         at *= room
         at += begin
-        at[ZEROS] = self._zeros.ctypes.data
-        at[self._given] = 0, *addresses
-        at[self._held] = [tensor.data_ptr() for tensor in self._weights.values()]
+        at[self._given] = addresses
+        at[self._held] = self._find_weights()
         run_in_threads(_in_c(self._dtype), numbers, threads)
+        refused, most = numbers[_REFUSED : _REFUSED + 2].tolist()
+        if most:
+            raise IndexError(f"expected token ids from 0 to {most - 1}, got {refused}: use the model's own tokenizer")
 
 
 @functools.lru_cache(256)
@@ -552,9 +631,7 @@ def _packed_rows(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     numbers, out = ids.numpy(), _packed_rows_shape(ids, weight)
     if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(weight):
         raise IndexError(f"expected token ids below {len(weight)}, got {numbers.min()} to {numbers.max()}")
-    unpack_rows(
-        numbers.reshape(-1), weight.data_ptr(), out.shape[-1] // GROUP, out.view(torch.uint16).flatten(0, -2).numpy()
-    )
+    unpack_rows(numbers.reshape(-1), weight.data_ptr(), out.shape[-1] // GROUP, out.data_ptr())
     return out
 
 
