@@ -325,6 +325,11 @@ class RecordedPass:
             for state, (_, _, kind) in zip(states, kinds, strict=True)
         )  # fmt: skip
 
+    def freeze(self) -> None:
+        """Assume that the weights stay where they are, so that their addresses are collected once."""
+        for program in self._compiled.programs:
+            program.is_frozen = True
+
     def run(
         self,
         input_ids: torch.Tensor,

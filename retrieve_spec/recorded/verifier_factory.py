@@ -362,6 +362,7 @@ class VerifierFactory:
         """Return a verifier for a generation that begins now."""
         autocast = torch.is_autocast_enabled(input_device(self._model).type)
         if self._is_frozen and not autocast and self._known and (recording := self._known[0].recording) is not None:
+            recording.recorded.freeze()
             return recording.fresh(None, self._known[0].finding.signatures)
         known = self._current()
         found = known.finding

@@ -252,6 +252,15 @@ def test_a_frozen_model_is_not_looked_at_until_the_promise_is_taken_back(
     check(model)
 
 
+def test_weights_of_a_frozen_model_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = accelerate(build("llama", hidden_size=64, intermediate_size=96, head_dim=32))
+    model.speculation.assume_frozen()
+    check(model)
+    monkeypatch.setattr(nn.Parameter, "data_ptr", lambda _: pytest.fail("a weight is looked for"), raising=False)
+    model.generate(ids(20), **OPTIONS)
+    assert model.speculation.last.pass_kind == "recorded"
+
+
 @pytest.mark.parametrize("recorded_pass", ["off", "always"])
 def test_a_frozen_model_that_is_not_recorded_is_looked_at_all_the_same(recorded_pass: str) -> None:
     model = rs.accelerate(build("llama"), recorded_pass=recorded_pass)
