@@ -290,18 +290,18 @@ class Backend:
         read.last_hidden_state.cpu()  # waits for the device
 
     def decode(
-        self, cache: Any, prompt_ids: Sequence[int], *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,
+        self, cache: Any, prompt_ids: ArrayLike, *, max_tokens: int, end_ids: frozenset[int], sampling: Sampling,
         hints: DraftHints, turn: Turn | None = None,
     ) -> Text:  # fmt: skip
         """Return a text that continues a prompt; the cache contains a proper prefix of it. No pass is run yet."""
         turn = turn or Turn()
-        ids = torch.tensor([list(prompt_ids)], dtype=torch.long, device=self.model.device)
+        ids = torch.from_numpy(np.array(prompt_ids, np.int64)[None]).to(self.model.device)
         arguments: dict[str, Any] = {
             "tokenizer": self.tokenizer,
             "attention_mask": torch.ones_like(ids),  # else `generate` takes padding tokens in a text for padding
             self._cache_name: cache,
             "max_new_tokens": max_tokens,
-            **sampling.generate_kwargs(self._infill, self._guides(sampling, len(prompt_ids))),
+            **sampling.generate_kwargs(self._infill, self._guides(sampling, ids.shape[1])),
         }
         if end_ids:
             arguments["eos_token_id"] = sorted(end_ids)
@@ -421,7 +421,7 @@ class SlotPool:
         self._slots: list[Slot] = []
         self._ticks = 0
 
-    def take(self, prompt_ids: Sequence[int], scope: str = "", *, reuse: bool = True) -> tuple[Slot, int]:
+    def take(self, prompt_ids: ArrayLike, scope: str = "", *, reuse: bool = True) -> tuple[Slot, int]:
         """Take a cache with a prefix of the prompt; return it and the prefix's length (less than the prompt's)."""
         self._ticks += 1
         prompt = np.asarray(prompt_ids, np.int64)
@@ -461,7 +461,7 @@ class SlotPool:
         self._slots.append(slot)
         return slot
 
-    def settle(self, slot: Slot, token_ids: Sequence[int]) -> None:
+    def settle(self, slot: Slot, token_ids: ArrayLike) -> None:
         """Keep a copy of a cache in its current state, with the tokens in it."""
         twin = self._fresh(self._backend.clone(slot.cache), slot.scope)
         twin.token_ids, twin.size = np.asarray(token_ids, np.int64), self._backend.cache_bytes(twin.cache)
@@ -477,14 +477,14 @@ class SlotPool:
             most = max(kept.values())
             self.drop(min((slot for slot in free if kept[slot.scope] == most), key=lambda slot: slot.used))
 
-    def release(self, slot: Slot, token_ids: Sequence[int] | None) -> None:
+    def release(self, slot: Slot, token_ids: NDArray[np.int64] | None) -> None:
         """Take back a cache that contains a prefix of the tokens (of its length); None: do not keep it."""
         slot.held, slot.copied = False, None
         length, most = (0, 0) if token_ids is None else (self._backend.cache_length(slot.cache), len(token_ids))
         if token_ids is None or slot.dropped or (length > most and not self._backend.crop(slot.cache, most)):
             self.drop(slot)
         else:
-            slot.token_ids = np.asarray(token_ids[:length], np.int64)
+            slot.token_ids = token_ids[:length]
             slot.size = self._backend.cache_bytes(slot.cache)
         self._shrink()
 

@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.scheduler import AHEAD, ORDINARY, TYPING, Turn
@@ -214,6 +215,7 @@ class Job:
         self.turn = Turn(task.rank, cache_bytes=len(task.prompt_ids) * backend.token_bytes, deadline_s=task.deadline_s)
         self.done = Completion(prompt_tokens=len(task.prompt_ids))
         self.text: Any = None
+        self._prompt = np.array(task.prompt_ids, np.int64)
         self._slot: Any = None
         self._settled = list[int]()  # positions at which the cache is still to be copied
         self._backend, self._codec, self._pool, self._changed, self._clock = backend, codec, pool, changed, clock
@@ -239,7 +241,7 @@ class Job:
     def start(self) -> None:
         """Take a cache, and collect sources of drafts."""
         task, self._noted_at = self.task, self._clock()
-        slot, self.done.cached_tokens = self._pool.take(task.prompt_ids, task.scope, reuse=task.reuse)
+        slot, self.done.cached_tokens = self._pool.take(self._prompt, task.scope, reuse=task.reuse)
         self._slot = slot
         if not can_cut(slot.cache):
             new = range(self.done.cached_tokens + 1, len(task.prompt_ids))
@@ -247,7 +249,7 @@ class Job:
         self.text = self._next_text()
         self.done.setup_s = self._since()
 
-    def _decode(self, prompt_ids: tuple[int, ...], hints: DraftHints, *, warm: bool) -> Any:
+    def _decode(self, prompt_ids: NDArray[np.int64], hints: DraftHints, *, warm: bool) -> Any:
         task = self.task
         return self._backend.decode(
             self._slot.cache,
@@ -263,16 +265,16 @@ class Job:
         """Return the next text to decode: the prompt up to the next place to copy the cache, finally all of it."""
         task = self.task
         if self._settled:
-            ids = task.prompt_ids[: self._settled[0]]
+            ids = self._prompt[: self._settled[0]]
             return self._decode(ids, DraftHints(False, scope=task.scope), warm=True)
-        return self._decode(task.prompt_ids, self._hints(self._slot), warm=task.warm)
+        return self._decode(self._prompt, self._hints(self._slot), warm=task.warm)
 
     def _settle(self) -> None:
         """Keep a copy of the cache, where later prompts may continue, and read on."""
         self.text.close()
         count = self._settled.pop(0)
         if not self.forgotten:
-            self._pool.settle(self._slot, self.task.prompt_ids[:count])
+            self._pool.settle(self._slot, self._prompt[:count])
         self.text = self._next_text()
 
     def _hints(self, slot: Slot) -> DraftHints:
@@ -317,7 +319,7 @@ class Job:
 
     def proceed(self) -> bool:
         """Take the tokens of a pass; return whether the task is done. The caller informs waiters, then closes it."""
-        text, slot, prompt, done = self.text, self._slot, self.task.prompt_ids, self.done
+        text, slot, prompt, done = self.text, self._slot, self._prompt, self.done
         self.turn.worked_s += self._since()
         fresh = text.take()
         if self._settled and not self.turn.cancelled:
@@ -327,7 +329,7 @@ class Job:
         if fresh and not self._said:
             done.prompt_s = self.turn.worked_s
             done.first_s = done.waited_s + done.setup_s + done.prompt_s
-            slot.token_ids, slot.copied = np.asarray(prompt, np.int64), text.copy_cache
+            slot.token_ids, slot.copied = prompt, text.copy_cache
         self._said += fresh
         self.turn.cache_bytes = (len(prompt) + len(self._said)) * self._backend.token_bytes
         if self._goes_on(fresh, text.over):
@@ -386,6 +388,7 @@ class Job:
         try:
             if self.text is not None:
                 self.text.close()
-                held = [*self.task.prompt_ids, *([] if self.task.warm else self._said)]
+                said = [] if self.task.warm else self._said
+                held = np.concatenate([self._prompt, np.array(said, np.int64)])
         finally:
             self._pool.release(slot, held if keep and not self.forgotten else None)
