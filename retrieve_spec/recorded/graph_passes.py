@@ -148,12 +148,10 @@ def look_angles_up(graph: fx.Graph, weights: Sequence[torch.Tensor]) -> None:
     if not angles:
         return
     apart, made = fx.Graph(), dict[Node, Node]()
-    apart.graph_copy(graph, made)
+    for node in graph.nodes:
+        if node in known:
+            made[node] = apart.node_copy(node, made.__getitem__)
     apart.output(tuple(made[angle] for angle in angles))
-    apart.eliminate_dead_code()
-    for node in inputs[len(weights) :]:
-        if node is not positions:
-            apart.erase_node(made[node])
     with graph.inserting_before(inputs[-1].next):
         tables = graph.call_function(PositionTables(_function(apart, weights)).look_up, (positions,))
         numbers = graph.call_function(operator.getitem, (tables, 0))
