@@ -2,7 +2,8 @@
 
 The best source of drafts for a model is the model itself. Its answers become documents of the store. Its top tokens
 after contexts of one to three tokens, averaged over everything it wrote and read, become a table
-(`retrieve_spec.datastore.distilled`).
+(`retrieve_spec.datastore.distilled`). Its hidden states, with the top tokens after them, become state rows
+(`retrieve_spec.datastore.state_rows`).
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ from retrieve_spec.acceleration import accelerated
 from retrieve_spec.datastore.build import add_documents, create_datastore
 from retrieve_spec.datastore.change import check_folder, writer
 from retrieve_spec.datastore.dense import model_fingerprint
-from retrieve_spec.datastore.distilled import add_distilled, observed
+from retrieve_spec.datastore.distilled import add_distilled, earlier_states, observed
 from retrieve_spec.datastore.manifest import MANIFEST
 from retrieve_spec.datastore.observations import Observations
 from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.sources import Source
+from retrieve_spec.datastore.state_rows import StateCollector, StateRows
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.engine.first_passes import learn_bigrams
 from retrieve_spec.errors import ConfigError, NothingToIndexError, StoreLockedError
 from retrieve_spec.generation.streams import Finished, generate_many
 from retrieve_spec.kernels.recycling import WAYS
-from retrieve_spec.verify.interface import input_device
+from retrieve_spec.verify.interface import catch_hidden, input_device
 
 CONTEXTS = 1 << 20
 """The most contexts of a table, 80 bytes each."""
@@ -148,9 +150,9 @@ def distil(
         remedy = f"Take {1 << max(contexts, WAYS).bit_length()}."
         raise ConfigError(f"contexts as a power of two, at least {WAYS}", str(contexts), remedy)
     store, fingerprint = folder_of(store, "distil"), model_fingerprint(model)
-    earlier = _observed_earlier(store, tokenizer, fingerprint)
+    earlier, states = _observed_earlier(store, tokenizer, fingerprint)
     with accelerated(model, tokenizer):
-        work = _Work(model, tokenizer, max_tokens, perf_counter() + 60.0 * minutes, on_progress)
+        work = _Work(model, tokenizer, states, max_tokens, perf_counter() + 60.0 * minutes, on_progress)
         try:
             work.ask_each_token(_alone(earlier))
             for text in texts:
@@ -171,16 +173,24 @@ def distil(
     return replace(work.report(), contexts=_keep(work, store, tokenizer, fingerprint, contexts))
 
 
-def _observed_earlier(store: Path, tokenizer: Any, model: str) -> list[Observations]:
-    """Check, before the work begins, that the store can be written; return its observations of the model."""
+def _observed_earlier(store: Path, tokenizer: Any, model: str) -> tuple[list[Observations], StateCollector]:
+    """Check, before the work begins, that the store can be written.
+
+    Returns
+    -------
+    tuple
+        Its observations of the model, and where to collect more states like its own.
+    """
+    earlier, states = list[Observations](), list[StateRows]()
     if (store / MANIFEST).exists():
-        earlier = observed(store, open_datastore(store, tokenizer=tokenizer).manifest, model)
+        manifest = open_datastore(store, tokenizer=tokenizer).manifest
+        earlier = observed(store, manifest, model)
+        states = earlier_states(store, manifest, model)
     else:
         check_folder(store)
-        earlier = []
     with writer(store):
         pass
-    return earlier
+    return earlier, StateCollector(states[0].transform if states else None)
 
 
 def _alone(observations: list[Observations]) -> NDArray[np.int32]:
@@ -198,13 +208,13 @@ class _Conversation:
 
     Attributes
     ----------
-    top
-        Top token ids and logits of the model at each place of the answer that it is writing.
+    shown
+        Top token ids, their logits and hidden states of the model at each place of the answer that it is writing.
     """
 
     def __init__(self, number: int, prompt: str) -> None:
         self.number = number
-        self.top: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
+        self.shown: list[tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]] = []
         self.messages = [{"role": "user", "content": prompt}]
         turn, rest = divmod(number, _FOLLOWED_UP)
         self._follow_up = None if rest else FOLLOW_UPS[turn % len(FOLLOW_UPS)]
@@ -219,10 +229,11 @@ class _Conversation:
         return True
 
     def see(self, verified: VerifiedPass) -> None:
-        """Note the model's top tokens at the places of the tokens that a pass emitted."""
-        assert verified.top_ids is not None and verified.top_logits is not None
+        """Note what the model showed at the places of the tokens that a pass emitted."""
+        top_ids, top_logits, hidden = verified.top_ids, verified.top_logits, verified.hidden
+        assert top_ids is not None and top_logits is not None and hidden is not None
         places = np.concatenate([[0], verified.path + 1])[: len(verified.emitted)]
-        self.top.append((verified.top_ids[places], verified.top_logits[places]))
+        self.shown.append((top_ids[places], top_logits[places], hidden[places]))
 
 
 class _Work:
@@ -232,11 +243,12 @@ class _Work:
         self,
         model: Any,
         tokenizer: Any,
+        states: StateCollector,
         max_tokens: float,
         end: float,
         on_progress: Callable[[DistilReport], None] | None,
     ) -> None:
-        self._model, self._tokenizer = model, tokenizer
+        self._model, self._tokenizer, self.states = model, tokenizer, states
         self._max_tokens, self._end, self._began, self._on_progress = max_tokens, end, perf_counter(), on_progress
         self._passes = self._generated = self._planned = self.tokens = 0
         self.answers: list[str] = []
@@ -319,9 +331,9 @@ class _Work:
         [output], prompt = done.outputs, np.array(done.request["inputs"], np.int32)
         answer: str = self._tokenizer.decode(output.token_ids, skip_special_tokens=True)
         ids = np.concatenate([prompt, output.token_ids]).astype(np.int32)
-        if conversation.top:
-            self.observed.append(_observations(ids, len(prompt) - 1, conversation.top))
-            conversation.top = []
+        if conversation.shown:
+            self._keep_shown(ids, len(prompt) - 1, conversation.shown)
+            conversation.shown = []
         else:  # without a drafter, passes are not observed
             self._observe(ids)
         self.answers.append(answer)
@@ -331,15 +343,43 @@ class _Work:
         self._count(len(output.token_ids))
         return answer
 
+    def _keep_shown(
+        self,
+        ids: NDArray[np.int32],
+        first: int,
+        shown: list[tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]],
+    ) -> None:
+        """Learn what passes showed of a text from position `first` on, but not after its last token."""
+        said, logits, hidden = (np.concatenate(part)[: len(ids) - 1 - first] for part in zip(*shown, strict=True))
+        shares = np.exp(logits[:, :_TOP] - logits[:, :1])
+        shares /= shares.sum(1, keepdims=True)
+        self._keep(ids, first, said[:, :_TOP], shares.astype(np.float16), hidden)
+
     @torch.no_grad()
     def _observe(self, ids: NDArray[np.int32]) -> None:
-        """Learn the model's top tokens after each of some tokens, read as one text."""
+        """Learn what the model shows after each of some tokens, read as one text."""
         given = torch.tensor(ids[None], dtype=torch.long, device=input_device(self._model))
-        logits = self._model(input_ids=given, use_cache=False).logits[0].float()
+        with catch_hidden(self._model, "last") as hidden:
+            logits = self._model(input_ids=given, use_cache=False).logits[0].float()
         best = logits.topk(_TOP)
         probs = (best.values - logits.logsumexp(-1, keepdim=True)).exp().to(torch.float16).cpu().numpy()
         top_ids = best.indices.to(torch.int32).cpu().numpy()
-        self.observed.append(Observations(ids, np.array([len(ids)]), top_ids, probs))
+        self._keep(ids, 0, top_ids, probs, hidden[-1][0].float().cpu().numpy())
+
+    def _keep(
+        self,
+        ids: NDArray[np.int32],
+        first: int,
+        top_ids: NDArray[np.int32],
+        probs: NDArray[np.float16],
+        hidden: NDArray[np.float32],
+    ) -> None:
+        """Keep the top tokens, their probabilities and the hidden states at a text's places from `first` on."""
+        places = slice(first, first + len(top_ids))
+        all_ids, all_probs = np.full((len(ids), _TOP), -1, np.int32), np.zeros((len(ids), _TOP), np.float16)
+        all_ids[places, : top_ids.shape[1]], all_probs[places, : top_ids.shape[1]] = top_ids, probs
+        self.observed.append(Observations(ids, np.array([len(ids)]), all_ids, all_probs))
+        self.states.add(ids[places], hidden, all_ids[places], all_probs[places])
 
     def _has_time(self) -> bool:
         """Show the progress; return whether there is time for more."""
@@ -353,26 +393,12 @@ class _Work:
             raise _Done
 
 
-def _observations(
-    ids: NDArray[np.int32], first: int, top: list[tuple[NDArray[np.int32], NDArray[np.float32]]]
-) -> Observations:
-    """Return observations of a text from position `first` on; earlier positions have none."""
-    top_ids = np.full((len(ids), _TOP), -1, np.int32)
-    probs = np.zeros((len(ids), _TOP), np.float16)
-    said, logits = (np.concatenate(part)[: len(ids) - 1 - first, :_TOP] for part in zip(*top, strict=True))
-    shares = np.exp(logits - logits[:, :1])
-    places = slice(first, first + len(said))
-    top_ids[places, : said.shape[1]] = said
-    probs[places, : said.shape[1]] = shares / shares.sum(1, keepdims=True)
-    return Observations(ids, np.array([len(ids)]), top_ids, probs)
-
-
 def _keep(work: _Work, store: Path, tokenizer: Any, model: str, contexts: int) -> int:
     """Write the work into a store, which is created if needed; return the number of contexts of the table."""
     if not (store / MANIFEST).exists():
         _when_free(partial(create_datastore, store, tokenizer))
     observations = Observations.joined(work.observed)
-    known = _when_free(partial(add_distilled, observations, contexts, store, model))
+    known = _when_free(partial(add_distilled, observations, contexts, store, model, work.states.rows()))
     if any(work.answers):
         _when_free(partial(_add_answers, store, work.answers))
     return known

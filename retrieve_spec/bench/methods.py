@@ -153,6 +153,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "alignment": {"alignments": None},
     "bigrams": {"bigrams": None},
     "distilled": {"distilled": list},
+    "states": {"states": None},
 }
 """By source: the field of the mixture's `TextSources`, and its value without the source (types are called)."""
 

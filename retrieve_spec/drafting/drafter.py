@@ -72,8 +72,7 @@ class VerifiedPass:
     top_logits
         (n + 1, k) float32 or None: their raw logits.
     hidden
-        (d,) float32 or None: hidden state of the wanted layer at the last accepted token, the one the bonus token was
-        predicted from.
+        (n + 1, d) float32 or None: hidden states of the wanted layer, rows as in `top_ids`.
     """
 
     tree: DraftTree
@@ -82,6 +81,14 @@ class VerifiedPass:
     top_ids: NDArray[np.int32] | None = None
     top_logits: NDArray[np.float32] | None = None
     hidden: NDArray[np.float32] | None = None
+
+    @property
+    def last_hidden(self) -> NDArray[np.float32] | None:
+        """(d,) hidden state at the last accepted token, from which the bonus token was predicted."""
+        if self.hidden is None:
+            return None
+        last: NDArray[np.float32] = self.hidden[int(self.path[-1]) + 1 if len(self.path) else 0]
+        return last
 
 
 @runtime_checkable

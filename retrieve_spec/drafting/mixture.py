@@ -25,7 +25,8 @@ from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.sources import EXACT, NGRAM
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.dense import DenseIndexes, DenseSource
-from retrieve_spec.sources.distilled import distilled_tables
+from retrieve_spec.sources.distilled import distilled_tables, largest_states
+from retrieve_spec.sources.hidden_states import SimilarStates
 from retrieve_spec.sources.recycling import MANY_CONTEXTS, Bigrams, RecyclingTable
 from retrieve_spec.sources.rows import Alignments, Prediction, store_rows
 from retrieve_spec.sources.session import SessionMemory
@@ -125,6 +126,8 @@ class MixtureDrafter(ScopedDrafter):
         super().__init__(session)
         self.datastores = list(datastores)
         indexes = DenseIndexes(datastores if self.config.dense == AUTO else ())
+        sees_states = recycling and indexes.layer in (None, "last")
+        state_rows = largest_states(self.datastores) if sees_states else None
         ngram_rows, exact_rows = store_rows(self.datastores, NGRAM, EXACT)
         self.sources = TextSources(
             context=SuffixAutomaton(4096, shortest=1),
@@ -137,8 +140,9 @@ class MixtureDrafter(ScopedDrafter):
             distilled=distilled_tables(self.datastores),
             bigrams=bigrams,
             phrases=self.calibration.phrases if self.config.phrases == AUTO else None,
+            states=None if state_rows is None else SimilarStates(state_rows),
         )
-        self.wants_hidden: Layer | None = indexes.layer
+        self.wants_hidden: Layer | None = indexes.layer if state_rows is None else "last"
         self.top_k = self.sources.recycling.k if self.sources.recycling else 0
         self.learns_phrases = True
         find_origins = self.config.provenance and bool(exact_rows or self.sources.dense)
@@ -178,6 +182,8 @@ class MixtureDrafter(ScopedDrafter):
         sources.prediction = Prediction(prediction_ids) if prediction_ids is not None and len(prediction_ids) else None
         if sources.recycling is not None and session is None:
             sources.recycling.reset()
+        if sources.states is not None:
+            sources.states.reset()
         self._transcript, self._pending = Transcript(session), PendingPasses()
         self._policy.begin_request()
         self._asked = False  # the last pass over another text may not have ended
@@ -195,6 +201,9 @@ class MixtureDrafter(ScopedDrafter):
         if self._queries is not None:
             self._queries.leave()
             self._state.dense_cursor[:] = 0
+        if self.sources.states is not None:
+            self.sources.states.leave()
+            self._state.leave_states()
         self._state.read(np.ascontiguousarray(token_ids, np.int32))
         self._transcript.break_off()
 
@@ -277,7 +286,7 @@ class MixtureDrafter(ScopedDrafter):
     def observe(self, verified: VerifiedPass) -> None:
         """Append the emitted tokens, and learn from the pass; both are done before the next draft."""
         if self._queries is not None:
-            self._queries.see(verified.emitted, verified.hidden)
+            self._queries.see(verified.emitted, verified.last_hidden)
         tree, last = verified.tree, self._last
         forced = min(last.forced, len(tree))  # forced tokens are not estimates
         size, accepted = len(tree) - forced, max(self._accepted(verified) - forced, 0)
@@ -295,7 +304,9 @@ class MixtureDrafter(ScopedDrafter):
             self._pending.passes.append(ObservedPass(emitted, size=size, accepted=accepted, expected=expected))
         else:
             top = verified.top_ids, verified.top_logits
-            self._pending.passes.append(ObservedPass(emitted, tree.block, *top, size, accepted, expected))
+            states, hidden = self.sources.states, verified.hidden
+            keys = None if states is None or hidden is None else states.keys(hidden)
+            self._pending.passes.append(ObservedPass(emitted, tree.block, *top, size, accepted, expected, keys))
         if len(self._pending.passes) > MOST_PASSES:
             self._learn_pending()
 

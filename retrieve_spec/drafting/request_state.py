@@ -30,7 +30,7 @@ _NO_LOGITS = np.empty((0, 1), np.float32)
 class ObservedPass(NamedTuple):
     """What is learned at once of one pass, or of several: tokens (e,); the verified nodes as the block of a `DraftTree`
     and the target's top tokens (n + 1, k), or nothing; nodes of the draft that led to them, how many tokens of it were
-    accepted and were expected to be."""
+    accepted and were expected to be; keys (n + 1, dims) of the target's hidden states, or nothing."""
 
     emitted: NDArray[np.int32] = _NO_TOKENS
     verified: NDArray[np.int32] = NO_DRAFT.block
@@ -39,6 +39,7 @@ class ObservedPass(NamedTuple):
     size: int = 0
     accepted: int = 0
     expected: float = 0.0
+    keys: NDArray[np.int8] | None = None
 
 
 _NOTHING = ObservedPass()
@@ -160,7 +161,8 @@ class RequestState:
         self._session_lock = nullcontext() if session is None else session
         self._table = SourceTable(rows)
         has_stores = bool(groups["exact"] or groups["ngram"])
-        self._reads_stores = 1 if has_stores or groups["dense"] or self._always_stores else None
+        reads_stores = has_stores or groups["dense"] or groups["states"] or self._always_stores
+        self._reads_stores = 1 if reads_stores else None
         self._reset_arrays(len(rows), calibration)
         fields = self.fields
         fields["has_prediction"], fields["has_stores"] = bool(groups["prediction"]), has_stores
@@ -169,6 +171,9 @@ class RequestState:
         fields["num_sessions"] = len(groups["session"])
         fields["first_exact"], fields["num_exact"] = places["exact"], len(groups["exact"])
         fields["dense_source"] = places["dense"] if groups["dense"] else -1
+        fields["states_source"] = places["states"] if groups["states"] else -1
+        if groups["states"]:
+            self.leave_states()
         fields["alignment_source"] = places["alignment"] if groups["alignment"] else -1
         fields["length"] = fields["num_recent"] = fields["position_offset"] = fields["num_forced"] = 0
         fields["sampled"] = fields["first_p"] = fields["least_p"] = 0
@@ -229,7 +234,9 @@ class RequestState:
         self, observed: ObservedPass, max_nodes: int, max_depth: int, cost: NDArray[np.float32] | None, chain: int
     ) -> tuple[int, float, NDArray[np.int32]]:
         """Return how many observed tokens the automaton had room for, then what `step` returns."""
-        emitted, verified, top_ids, top_logits, size, accepted, expected = observed
+        emitted, verified, top_ids, top_logits, size, accepted, expected, keys = observed
+        if self.fields["states_source"] >= 0:
+            self.fields["keys"] = 0 if keys is None else address_of(keys)
         num_verified, num_accepted, expected_accepted = self._verified
         num_verified[0], num_accepted[0], expected_accepted[0] = size, accepted, expected
         cost = _NO_COST if cost is None else cost[: max_nodes + 1]
@@ -302,6 +309,10 @@ class RequestState:
         """Whether neighbours that were found earlier still match the text."""
         lo, hi, _, match_len = self.dense_cursor.tolist()
         return bool(lo < hi and match_len >= 0)
+
+    def leave_states(self) -> None:
+        """Predict nothing from hidden states until one is observed."""
+        self.cursors[int(self.fields["states_source"])] = -1
 
     def longest_match(self) -> int:
         """Length of the longest match of any source except neighbours."""

@@ -15,10 +15,12 @@ from retrieve_spec.sources import (
     PREDICTION,
     RECYCLING,
     SESSION,
+    STATES,
 )
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.dense import DenseSource
 from retrieve_spec.sources.distilled import DistilledTable
+from retrieve_spec.sources.hidden_states import SimilarStates
 from retrieve_spec.sources.phrases import PhraseMemory
 from retrieve_spec.sources.recycling import Bigrams, RecyclingTable
 from retrieve_spec.sources.rows import Alignments, Prediction, Row
@@ -41,6 +43,8 @@ class TextSources:
         Rows of the stores' suffix arrays and n-gram tables, numbered over all stores; what the dense indexes found.
     recycling, distilled, bigrams
         The target's own top tokens: in texts so far, in texts that it was made to write, and after each single token.
+    states
+        What the target said where its hidden state was similar.
     phrases
         What the answers to several requesters have in common.
     """
@@ -57,6 +61,7 @@ class TextSources:
     bigrams: Bigrams | None = None
     distilled: list[DistilledTable] = field(default_factory=list)
     phrases: PhraseMemory | None = None
+    states: SimilarStates | None = None
 
     def rows(self) -> dict[str, list[Row]]:
         """Return the rows of every source by name; of equally long matches, those of earlier rows come first.
@@ -66,6 +71,7 @@ class TextSources:
         knows_phrases = self.phrases is not None and self.phrases.requests > 1  # more than one requester
         return {
             "prediction": _rows(self.prediction, PREDICTION) * HYPOTHESES,
+            "states": _rows(self.states, STATES),
             "distilled": [table.row(DISTILLED) for table in self.distilled],
             "recycling": _rows(self.recycling, RECYCLING),
             "context": [self.context.row(CONTEXT), self.unigrams.row(CONTEXT)],
@@ -79,7 +85,7 @@ class TextSources:
         }
 
 
-_OneRow = Prediction | DenseSource | RecyclingTable | Bigrams | PhraseMemory | Alignments
+_OneRow = SimilarStates | Prediction | DenseSource | RecyclingTable | Bigrams | PhraseMemory | Alignments
 
 
 def _rows(source: _OneRow | None, number: int) -> list[Row]:

@@ -373,7 +373,6 @@ def accept(sequence: Sequence) -> None:
 def learn(sequence: Sequence, prompt: bool = False) -> None:
     """Let a sequence's drafter observe a pass; it has already observed the top tokens of the `prompt`."""
     seen, walked, top_k = sequence.seen, sequence.seen.walked, sequence.drafter.top_k
-    last = seen.first_row + (int(walked.path[-1]) + 1 if len(walked.path) else 0)
     hidden = None if seen.output is None else seen.output.hidden
     shown = VerifiedPass(
         seen.tree,
@@ -381,7 +380,7 @@ def learn(sequence: Sequence, prompt: bool = False) -> None:
         walked.emitted,
         seen.logits.top_ids[seen.first_row :] if top_k else None,
         seen.logits.top_logits[seen.first_row :] if top_k else None,
-        None if hidden is None else hidden[last].float().cpu().numpy(),
+        None if hidden is None else hidden[seen.first_row :].float().cpu().numpy(),
     )
     sequence.drafter.observe(shown, prompt)
     seen.output = None

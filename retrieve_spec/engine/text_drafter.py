@@ -118,8 +118,10 @@ class TextDrafter:
 
     @property
     def wants_hidden(self) -> Layer | None:
-        """The layer whose hidden states it observes."""
-        return self.drafter.wants_hidden if self.drafter is not None else None
+        """The layer whose hidden states the drafter observes, or `on_pass`."""
+        if self.drafter is None:
+            return None
+        return self.drafter.wants_hidden or ("last" if self._on_pass is not None else None)
 
     def draft(self, budget: Budget) -> DraftTree:
         """Return a tree within a budget; an empty one where nothing drafts."""

@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from retrieve_spec.kernels.compiled_code import inner, kernel, kernel_with_arrays
 
 LENGTH_BUCKETS, COUNT_BUCKETS, DISTINCT_BUCKETS = 12, 8, 6
-NUM_SOURCES = 12
-_CONTEXT, _PREDICTION, _RECYCLING, _DENSE, _PHRASES, _ALIGNMENT, _BIGRAMS, _DISTILLED = 0, 2, 3, 6, 8, 9, 10, 11
+NUM_SOURCES = 13
+_CONTEXT, _PREDICTION, _RECYCLING, _DENSE = 0, 2, 3, 6
+_PHRASES, _ALIGNMENT, _BIGRAMS, _DISTILLED, _STATES = 8, 9, 10, 11, 12
 """Number of `retrieve_spec.sources.SOURCE_NAMES` with calibrated probabilities, and indices of some of them."""
 FORCED = NUM_SOURCES
 """Index for forced tokens, which need no source."""
@@ -81,6 +82,8 @@ def prior_weight(source: int, length: int, total: int, distinct: int) -> float:
     """Return a level's prior weight: n / (n + a·d), where a decreases with the match length."""
     if source == _RECYCLING or source == _DISTILLED:  # the target's own probabilities
         return 0.75 if length >= 2 else 0.6 if length == 1 else 0.3  # 0: a skip-gram
+    if source == _STATES:  # the target's, after texts that are alike
+        return 0.6 if length <= 3 else 0.75
     if source == _BIGRAMS:  # the target's, regardless of earlier tokens
         return 0.5
     if source == _PHRASES:  # from other requests, often on other subjects

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import alignment, automaton, trie, unigram
+from retrieve_spec.kernels import alignment, automaton, hidden_states, trie, unigram
 from retrieve_spec.kernels.blend import (
     CANDIDATES,
     CREDIT,
@@ -53,6 +53,7 @@ from retrieve_spec.kernels.source_table import (
     KIND_EXACT,
     KIND_NGRAM,
     KIND_PREDICTION,
+    KIND_STATES,
     KIND_UNIGRAM,
     TAIL,
     edges_of,
@@ -98,6 +99,12 @@ def _share_of(
     if kind == KIND_ALIGNMENT:
         return 1.0 if handle & alignment.LOW == token else 0.0, 0.0
     if stores is not None:
+        if kind == KIND_STATES:
+            next_tokens = hidden_states.tokens_of(source.states, handle)
+            for j in range(hidden_states.WIDTH):
+                if next_tokens[j] == token:
+                    return np.float64(hidden_states.probs_of(source.states, handle)[j]), 0.0
+            return 0.0, 0.0
         if kind == KIND_NGRAM:
             first, end = ngram_part(source.ngram, handle)
             for j in range(first, end):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import alignment, automaton, ngram, phrases, recycling, trie, unigram
+from retrieve_spec.kernels import alignment, automaton, hidden_states, ngram, phrases, recycling, trie, unigram
 from retrieve_spec.kernels.compiled_code import inner, kernel
 from retrieve_spec.kernels.ngram import longest_marked, ngram_find
 from retrieve_spec.kernels.source_table import (
@@ -24,6 +24,7 @@ from retrieve_spec.kernels.source_table import (
     KIND_PHRASES,
     KIND_PREDICTION,
     KIND_RECYCLING,
+    KIND_STATES,
     KIND_UNIGRAM,
     READ_LIMIT,
     TAIL,
@@ -75,6 +76,9 @@ def _open_stored(
         return cursors[c, 0], cursors[c, 2] if found else np.int64(-1)
     if source.kind == KIND_DENSE:
         return cursors[c, 0], cursors[c, 3] if cursors[c, 0] < cursors[c, 1] else np.int64(-1)
+    if source.kind == KIND_STATES:
+        slot = cursors[c, 0]
+        return slot, hidden_states.length_of(source.states, slot) if slot >= 0 else np.int64(-1)
     table, longest = source.ngram, np.int64(min(tail_len, source.ngram.orders))
     if table.buckets > 0:
         longest = np.int64(longest_marked(table.marks, table.buckets, table.words, table.column, hashes, longest))
@@ -112,7 +116,7 @@ def open_row(
         inside = cursors[c, 1] >= 0 and cursors[c, 0] < source.prediction.length
         return cursors[c, 0], cursors[c, 1] if inside else np.int64(-1)
     if stores is not None:  # noqa: SIM102 (Numba leaves out the outer branch alone)
-        if kind == KIND_NGRAM or kind == KIND_EXACT or kind == KIND_DENSE:
+        if kind == KIND_NGRAM or kind == KIND_EXACT or kind == KIND_DENSE or kind == KIND_STATES:
             return _open_stored(source, cursors, c, hashes, tail_len)
     return _recycling_level(
         source, hashes, min(tail_len, phrases.PHRASE_ORDERS if kind == KIND_PHRASES else recycling.ORDERS)
@@ -226,6 +230,8 @@ def evidence(source: Record, cursors: NDArray[np.int64], c: int, handle: int, st
         if kind == KIND_DENSE:
             count, distinct = trie.open_rows(spans_of(source.dense), cursors[c, 0], cursors[c, 1], cursors[c, 2])
             return np.int64(count), np.int64(distinct)
+        if kind == KIND_STATES:
+            return cursors[c, 1] + 1, _spread(hidden_states.probs_of(source.states, handle)[0])
     if kind == KIND_ALIGNMENT:
         return alignment.evidence(cursors, c, handle)
     return np.int64(1), np.int64(1)
@@ -301,6 +307,15 @@ def read_level(
                 out_tokens,
                 out_p,
             )
+        if kind == KIND_STATES:
+            known = source.states
+            next_tokens, p = hidden_states.tokens_of(known, handle), hidden_states.probs_of(known, handle)
+            n = 0
+            while n < hidden_states.WIDTH and next_tokens[n] >= 0 and p[n] >= least:
+                out_tokens[n] = next_tokens[n]
+                out_p[n] = p[n]
+                n += 1
+            return n
     out_tokens[0] = handle & alignment.LOW if kind == KIND_ALIGNMENT else expected_text(source.prediction)[handle]
     out_p[0] = 1.0
     return 1
@@ -351,3 +366,8 @@ def advance_row(
             out[o, 0], out[o, 1], out[o, 2] = np.int64(a), np.int64(b), cursors[c, 2] + 1
             similarity = view_f32(source.dense.similarity, source.dense.num_spans)
             out[o, 3] = trie.dense_length(similarity, spans, np.int64(a), np.int64(b), out[o, 2])
+        elif kind == KIND_STATES:
+            out[o, 0], out[o, 1] = np.int64(-1), cursors[c, 1] + 1
+            if cursors[c, 0] >= 0 and cursors[c, 1] < hidden_states.DEEPEST:
+                key = hidden_states.key_of(source.states, cursors[c, 0])
+                out[o, 0] = hidden_states.predict(source.states, key, np.int64(token))

@@ -71,7 +71,9 @@ REQUEST = np.dtype(
             # Places in the table: the text (its tokens without a context come next), the first session automaton, the
             # first suffix array, the neighbours and the alignments (-1: none).
             "text_source", "first_session", "num_sessions", "first_exact", "num_exact", "dense_source",
-            "alignment_source",
+            "alignment_source", "states_source",
+            # Address of the keys (n + 1, dims) int8 of a verified tree that is observed next, 0: none.
+            "keys",
             # 1 with an expected text (which comes before all other sources), 1 with stores.
             "has_prediction", "has_stores",
             # 1 if tokens are sampled with known noise, and what keys it: seed, row, position of the next token.
@@ -230,6 +232,8 @@ def disable_sources(request: Record) -> None:
         elif use[s] >= (OF_USE if slow else _ENABLED_FROM):
             table[s].disabled = 0
         if s <= request.text_source + 1 or s == request.dense_source:  # neighbours are searched when that pays
+            table[s].disabled = 0
+        if s == request.states_source:  # the text's own come in time
             table[s].disabled = 0
         if table[s].disabled == 1:
             request.any_disabled = 1

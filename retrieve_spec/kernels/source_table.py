@@ -18,6 +18,7 @@ PREDICTION  position of the next expected token, tokens matched (-1: not followe
 NGRAM       none: looked up by the newest tokens
 EXACT       lo, hi (interval of the suffix array), depth (-1: fallen off)
 DENSE       lo, hi (rows of the trie), depth, what stands for the match length
+STATES      slot of a prediction (-1: none), tokens since the last known state
 ==========  ==================================================================================================
 """
 
@@ -46,7 +47,15 @@ from retrieve_spec.kernels.views import (
 )
 
 KIND_AUTOMATON, KIND_RECYCLING, KIND_PREDICTION, KIND_NGRAM, KIND_EXACT = 0, 1, 2, 3, 4
-KIND_DENSE, KIND_UNIGRAM, KIND_PHRASES, KIND_ALIGNMENT, KIND_BIGRAMS, KIND_DISTILLED = 5, 6, 7, 8, 9, 10
+KIND_DENSE, KIND_UNIGRAM, KIND_PHRASES, KIND_ALIGNMENT, KIND_BIGRAMS, KIND_DISTILLED, KIND_STATES = (
+    5,
+    6,
+    7,
+    8,
+    9,
+    10,
+    11,
+)
 """Kinds of sources."""
 
 
@@ -81,6 +90,13 @@ SOURCE = np.dtype(
         ),
         ("alignment", _fields("text places kept meta")),
         ("dense", _fields("spans num_spans width similarity weights origins")),
+        (
+            "states",
+            _fields(
+                "dims length keys top_ids shares order starts num_listed vocabulary"
+                " own_keys own_ids own_shares links heads num_heads capacity meta slots predicted scratch"
+            ),
+        ),
     ],
     align=True,
 )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.kernels import calibration, levels, recycling, unigram
+from retrieve_spec.kernels import calibration, hidden_states, levels, recycling, unigram
 from retrieve_spec.kernels import request as state
 from retrieve_spec.kernels.compiled_code import inlined, inner_with_arrays, kernel_with_arrays
 from retrieve_spec.kernels.expand import expand
@@ -21,6 +21,7 @@ from retrieve_spec.kernels.source_table import (
     CURSOR,
     KIND_DENSE,
     KIND_RECYCLING,
+    KIND_STATES,
     ORIGIN_BITS,
     TAIL,
     expected_text,
@@ -37,7 +38,7 @@ from retrieve_spec.kernels.treemask import (
     TOKENS,
     node_tails,
 )
-from retrieve_spec.kernels.views import Record, view_f32, view_i64, view_i64_rows, view_rows, view_u8
+from retrieve_spec.kernels.views import Record, view_f32, view_i8_rows, view_i64, view_i64_rows, view_rows, view_u8
 
 MIN_ORIGIN = 8
 """Shortest match for which a drafted token's origin in a store is given."""
@@ -70,6 +71,7 @@ def observe(
     """
     table = state.sources_of(request)
     contexts = len(top_ids)
+    root = np.int64(state.newest_of(request)[0, 0])
     tails = np.empty((contexts, recycling.ORDERS), np.int32)
     lens = np.empty(contexts, np.int32)
     if contexts > 0:
@@ -91,7 +93,32 @@ def observe(
     appended = state.grow_context(request, emitted, np.int64(1))
     if contexts > 0:  # last, since calibration must not see the answer
         _recycle(table, tails, lens, top_ids, top_logits)
+    if stores is not None:  # noqa: SIM102 (Numba leaves out the outer branch alone)
+        if request.states_source >= 0:
+            _follow_states(request, root, emitted, verified, top_ids, top_logits)
     return appended
+
+
+@inlined
+def _follow_states(
+    request: Record,
+    root: int,
+    emitted: NDArray[np.int32],
+    verified: NDArray[np.int32],
+    top_ids: NDArray[np.int32],
+    top_logits: NDArray[np.float32],
+) -> None:
+    """Learn the hidden states of a pass, and predict from that of the last accepted token; `root` preceded the pass."""
+    known = state.sources_of(request)[request.states_source].states
+    cursor = state.cursors_of(request)[request.states_source]
+    cursor[0], cursor[1] = -1, 0
+    if request.keys == 0:
+        view_i64(known.meta, hidden_states.META)[hidden_states.LAST] = 0
+        return
+    keys = view_i8_rows(request.keys, len(top_ids), known.dims)
+    tree = verified[TOKENS], verified[PARENTS]
+    key = hidden_states.remember(known, root, *tree, emitted, keys, top_ids, top_logits)
+    cursor[0] = hidden_states.predict(known, key, np.int64(emitted[len(emitted) - 1]))
 
 
 @inlined
@@ -306,12 +333,14 @@ def propose(
 
 @kernel_with_arrays
 def longest_match(address: int, stores: int | None) -> int:
-    """Return the longest match length of any source at the text's end, except for neighbours."""
+    """Return the longest match length of any source at the text's end, except for similar hidden states."""
     request = state.request_at(address)
     state.catch_up(request)
     table, cursors = state.sources_of(request), state.cursors_of(request)
     hashes = np.full((2, TAIL), recycling.NO_CONTEXT, np.uint64)
     longest = np.int64(-1)
     for s in range(request.first_exact + request.num_exact):
+        if table[s].kind == KIND_STATES:
+            continue
         longest = max(longest, levels.open_row(table[s], cursors, s, hashes, np.int64(0), stores)[1])
     return longest

@@ -197,6 +197,8 @@ view_u8 = _viewer(np.uint8)
 """(size,) uint8 at an address."""
 view_i8 = _viewer(np.int8)
 """(size,) int8 at an address."""
+view_i8_rows = _viewer(np.int8, 2)
+"""(rows, width) int8 at an address."""
 view_i16 = _viewer(np.int16)
 """(size,) int16 at an address."""
 view_u16 = _viewer(np.uint16)

@@ -13,8 +13,9 @@ SOURCE_NAMES = (
     "alignment",
     "bigrams",
     "distilled",
+    "states",
     "forced",
 )
 """Names by the number in `DraftTree.source`; statistics use these names."""
 CONTEXT, SESSION, PREDICTION, RECYCLING, NGRAM, EXACT, DENSE, SCRIPT = range(8)
-PHRASES, ALIGNMENT, BIGRAMS, DISTILLED, FORCED = range(8, len(SOURCE_NAMES))
+PHRASES, ALIGNMENT, BIGRAMS, DISTILLED, STATES, FORCED = range(8, len(SOURCE_NAMES))

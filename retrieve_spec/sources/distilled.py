@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.distilled import mapped
+from retrieve_spec.datastore.distilled import mapped, states_of
 from retrieve_spec.datastore.files import FileEntry
 from retrieve_spec.datastore.manifest import DISTILLED
+from retrieve_spec.datastore.state_rows import StateRows
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.recycling import MOST
 from retrieve_spec.kernels.source_table import KIND_DISTILLED
@@ -69,3 +70,17 @@ def distilled_tables(stores: Sequence[Datastore]) -> list[DistilledTable]:
             except StoreCorruptError as error:
                 logger.warning("not drafted from: %s", error)
     return found
+
+
+def largest_states(stores: Sequence[Datastore]) -> StateRows | None:
+    """Return the most state rows that a table of some stores has; damaged ones are logged and left out."""
+    found = []
+    for store in stores:
+        for entry in store.manifest.distilled:
+            try:
+                rows = states_of(store.path / DISTILLED / entry.name, entry)
+            except StoreCorruptError as error:
+                logger.warning("not drafted from: %s", error)
+            else:
+                found += [] if rows is None else [rows]
+    return max(found, key=lambda rows: len(rows.keys), default=None)

@@ -54,7 +54,7 @@ class Run:
             path = walk(tree, output[at:])
             emitted = output[at : at + len(path) + 1]
             top = self.top(tree, output[: at + 1]) if self.top else (None, None)
-            hidden = self.hidden(output[: at + len(path)]) if self.hidden else None
+            hidden = np.tile(self.hidden(output[: at + len(path)]), (len(tree) + 1, 1)) if self.hidden else None
             self.drafter.observe(VerifiedPass(tree, path, emitted, *top, hidden=hidden))
             self.trees.append(tree)
             self.accepted.append(len(path))

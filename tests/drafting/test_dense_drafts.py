@@ -37,7 +37,7 @@ def store(make_store):
 def told(drafter, prompt, token):
     """Start a request, and show its first token and the state that it was made from."""
     drafter.start(np.array(prompt, np.int32))
-    hidden = state_of(prompt, like=meaning)
+    hidden = state_of(prompt, like=meaning)[None]
     drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.array([token], np.int32), hidden=hidden))
 
 
@@ -129,7 +129,7 @@ def test_presets_draft_as_published():
     drafter.start(np.array([3, 3], np.int32))
     assert len(drafter.propose(Budget(100, 100))) == 0, "no state yet"
     emitted = np.array([1], np.int32)
-    drafter.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=np.array([1, 0], np.float32)))
+    drafter.observe(VerifiedPass(DraftTree(), emitted[:0], emitted, hidden=np.array([[1, 0]], np.float32)))
     tree = drafter.propose(Budget(100, 100))
     assert leaf_paths(tree) == [[2, 3, 4], [2, 9], [7, 7]]
     drafter.drafts = 2

@@ -56,7 +56,8 @@ class Checked:
             logits = np.tile(-np.arange(k, dtype=np.float32), (n, 1))
             verified = replace(verified, top_ids=top, top_logits=logits)
         if self.drafter.wants_hidden:
-            verified = replace(verified, hidden=state_of(verified.emitted[:-1]))
+            hidden = np.tile(state_of(verified.emitted[:-1]), (len(verified.tree) + 1, 1))
+            verified = replace(verified, hidden=hidden)
         self.drafter.observe(verified)
 
 

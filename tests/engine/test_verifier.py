@@ -35,7 +35,8 @@ def test_drafters_that_want_hidden_states_get_those_of_the_last_accepted_token(
         at = prompt.shape[1] - 1
         for verified in drafter.seen:
             at += len(verified.emitted)
-            np.testing.assert_allclose(verified.hidden, states[at - 1].numpy(), atol=1e-4)
+            assert verified.hidden is not None and len(verified.hidden) == len(verified.tree) + 1
+            np.testing.assert_allclose(verified.last_hidden, states[at - 1].numpy(), atol=1e-4)
         assert tiny.speculation.last.passes == len(drafter.seen)
 
 

@@ -30,6 +30,8 @@ def cell_of(number, length, total, distinct):
 def prior(number, length, total, distinct):
     if number in (3, 11):
         return (0.3, 0.6, 0.75)[min(length, 2)]
+    if number == 12:
+        return 0.6 if length <= 3 else 0.75
     if number == 2:
         return 0.9 - 0.5 / (1 + length)
     if number == 10:
@@ -68,7 +70,7 @@ class Trust:
             self.factor[name] = min(max(moved, -math.log(500)), math.log(500))
 
     def table(self):
-        out = np.empty((12, 4, 2))
+        out = np.empty((13, 4, 2))
         out[..., 0], out[..., 1] = 1, 1
         for name in self.variance:
             at = (name[0], 0) if len(name) == 1 else (name[0], 1 + name[1])
@@ -273,7 +275,7 @@ def expand(sources, text, cells, scale, max_nodes, max_depth, min_p=0.0, cost=No
             given = couple(given, noise(len(path)))
         for token, (p, row) in given.items():
             if p >= worth:
-                p = path_p * scaled(scale, sources[row].number + (12 if noise else 0), p)
+                p = path_p * scaled(scale, sources[row].number + (13 if noise else 0), p)
                 heapq.heappush(heap, (-p, token, order, at, path, row))
                 order += 1
 

@@ -184,7 +184,7 @@ def test_cells(number, length, total, distinct):
 
 def test_priors_know_the_sources_by_their_numbers():
     assert len(SOURCE_NAMES) == calibration.NUM_SOURCES + 1 and SOURCE_NAMES[calibration.FORCED] == "forced"
-    known = "context", "prediction", "recycling", "dense", "phrases", "alignment", "bigrams", "distilled"
+    known = "context", "prediction", "recycling", "dense", "phrases", "alignment", "bigrams", "distilled", "states"
     assert [SOURCE_NAMES[getattr(calibration, f"_{name.upper()}")] for name in known] == list(known)
 
 

@@ -386,7 +386,7 @@ class Dresd(PublishedDrafter):
         self._hidden: NDArray[np.float32] | None = None
 
     def _learn(self, verified: VerifiedPass) -> None:
-        self._hidden = verified.hidden
+        self._hidden = verified.last_hidden
 
     def _draft(self, builder: TreeBuilder) -> None:
         if self._hidden is None:

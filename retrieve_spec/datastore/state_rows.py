@@ -1,0 +1,207 @@
+"""State rows: a model's hidden states in texts that it wrote, with its most probable next tokens.
+
+A row belongs to a token of a text: the key of the hidden state after it, and the top next tokens. Each row but a text's
+first is listed under its token; its parent is the row before it (`retrieve_spec.kernels.hidden_states`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieve_spec.errors import StoreCorruptError
+from retrieve_spec.kernels.hidden_states import TOP, project
+
+DIMS = 64
+"""Dimensions of a key."""
+_STEPS = 4.5
+"""Standard deviations of a component that int8 holds; larger ones are clipped."""
+MOST_ROWS = 1 << 19
+"""Most rows; older ones give way. A row takes 108 bytes."""
+FITTED_TO, FEWEST = 1 << 14, 4 * DIMS
+"""Number of states that a transform is fitted to, and the fewest."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyTransform:
+    """Turns hidden states into keys: projects them on whitened principal components, scales to one length, and rounds.
+
+    Attributes
+    ----------
+    mean
+        (d,) float32, average hidden state.
+    components
+        (d, dims) float32 principal components, each divided by its standard deviation.
+    """
+
+    mean: NDArray[np.float32]
+    components: NDArray[np.float32]
+
+    @property
+    def length(self) -> int:
+        """Length of a key before rounding."""
+        return int(127 * np.sqrt(self.components.shape[1]) / _STEPS)
+
+    @classmethod
+    def fitted(cls, hidden: NDArray[np.float32], dims: int = DIMS) -> KeyTransform:
+        """Fit to hidden states (n, d)."""
+        mean = hidden.mean(0, dtype=np.float64)
+        moved = hidden - mean.astype(np.float32)
+        variances, vectors = np.linalg.eigh(moved.T @ moved / len(hidden))
+        deviations = np.sqrt(np.maximum(variances[::-1][:dims], 1e-12 * variances[-1] + 1e-30))
+        return cls(mean.astype(np.float32), np.ascontiguousarray(vectors[:, ::-1][:, :dims] / deviations, np.float32))
+
+    def __call__(self, hidden: NDArray[np.float32]) -> NDArray[np.int8]:
+        """Turn hidden states (n, d) into keys (n, dims)."""
+        dims = self.components.shape[1]
+        keys: NDArray[np.int8] = np.empty((len(hidden), dims), np.int8)
+        given = np.ascontiguousarray(hidden, np.float32)
+        project(given, self.mean, self.components, self.length, np.empty(dims, np.float32), keys)
+        return keys
+
+    def is_same(self, other: KeyTransform) -> bool:
+        """Whether keys of both can be compared."""
+        return np.array_equal(self.components, other.components) and np.array_equal(self.mean, other.mean)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateRows:
+    """Rows of some texts.
+
+    Attributes
+    ----------
+    transform
+        Makes keys of hidden states.
+    keys
+        (n, dims) int8.
+    top_ids, shares
+        (n, TOP) int32 most probable next tokens, -1 after the last, and uint8 their shares of 255.
+    order, starts
+        (m,) int32 rows with a parent by token, the newest first, and (vocabulary + 1,) int32 where each token's begin.
+    """
+
+    transform: KeyTransform
+    keys: NDArray[np.int8]
+    top_ids: NDArray[np.int32]
+    shares: NDArray[np.uint8]
+    order: NDArray[np.int32]
+    starts: NDArray[np.int32]
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return all arrays by the names of their files."""
+        fields = ("keys", "shares", "order", "starts")
+        return {name: getattr(self, name) for name in fields} | {
+            "next_ids": self.top_ids,
+            "mean": self.transform.mean,
+            "components": self.transform.components,
+        }
+
+    @classmethod
+    def of_arrays(cls, arrays: dict[str, NDArray[Any]]) -> StateRows:
+        """Return the rows that flat arrays from files hold.
+
+        Raises
+        ------
+        StoreCorruptError
+            They contradict one another, or would lead a look-up outside of them.
+        """
+        mean, keys, order, starts = (arrays[name] for name in ("mean", "keys", "order", "starts"))
+        n, dims = len(arrays["shares"]) // TOP, len(arrays["components"]) // max(len(mean), 1)
+        sizes = {"components": dims * len(mean), "keys": n * dims, "next_ids": n * TOP, "shares": n * TOP}
+        if not dims or any(len(arrays[name]) != size for name, size in sizes.items()):
+            found = ", ".join(f"{name} of {len(arrays[name])}" for name in sizes)
+            raise StoreCorruptError(f"state rows whose arrays have sizes {sizes}", found)
+        begins_and_ends = len(starts) and starts[0] == 0 and starts[-1] == len(order) and (np.diff(starts) >= 0).all()
+        if not begins_and_ends or (len(order) and not 0 < order.min() <= order.max() < n):
+            raise StoreCorruptError("state rows that are listed by token", "lists that lead outside of them")
+        transform = KeyTransform(mean, arrays["components"].reshape(-1, dims))
+        tops = arrays["next_ids"].reshape(-1, TOP), arrays["shares"].reshape(-1, TOP)
+        return cls(transform, keys.reshape(-1, dims), *tops, order, starts)
+
+    @classmethod
+    def joined(cls, parts: Sequence[StateRows]) -> StateRows:
+        """Join rows, older ones first, and keep the newest `MOST_ROWS`.
+
+        Rows whose keys cannot be compared with those of the largest part are left out.
+        """
+        transform = max(parts, key=lambda part: len(part.keys)).transform
+        parts = [part for part in parts if part.transform.is_same(transform)]
+        firsts = np.cumsum([0, *(len(part.keys) for part in parts)])
+        dropped = max(int(firsts[-1]) - MOST_ROWS, 0)
+        rows = np.concatenate([part.order + first for part, first in zip(parts, firsts, strict=False)])
+        tokens = np.concatenate([np.repeat(np.arange(len(part.starts) - 1), np.diff(part.starts)) for part in parts])
+        kept = rows > dropped  # with their parents
+        rows, tokens = rows[kept] - dropped, tokens[kept]
+        keys, top_ids, shares = (
+            np.concatenate([getattr(part, name) for part in parts])[dropped:] for name in ("keys", "top_ids", "shares")
+        )
+        return cls(transform, keys, top_ids, shares, *_listed(rows, tokens))
+
+
+class StateCollector:
+    """Collects what a model shows at each token of texts.
+
+    Parameters
+    ----------
+    transform
+        Of earlier rows of the model; None to fit one to the first states.
+    """
+
+    def __init__(self, transform: KeyTransform | None) -> None:
+        self._transform = transform
+        self._waiting: list[NDArray[np.float16]] = []
+        self._keys: list[NDArray[np.int8]] = []
+        self._texts: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float16]]] = []
+
+    def add(
+        self,
+        token_ids: NDArray[np.int32],
+        hidden: NDArray[np.float32],
+        top_ids: NDArray[np.int32],
+        probs: NDArray[np.float16],
+    ) -> None:
+        """Add a text: (n,) tokens, (n, d) hidden states, (n, TOP) most probable next tokens and probabilities."""
+        self._texts.append((token_ids, top_ids, probs))
+        if self._transform is not None:
+            self._keys.append(self._transform(hidden))
+            return
+        self._waiting.append(hidden.astype(np.float16))
+        if sum(map(len, self._waiting)) >= FITTED_TO:
+            self._fit()
+
+    def _fit(self) -> None:
+        """Fit the transform to the states so far."""
+        self._transform = KeyTransform.fitted(np.concatenate(self._waiting).astype(np.float32))
+        self._keys = [self._transform(hidden.astype(np.float32)) for hidden in self._waiting]
+        self._waiting = []
+
+    def rows(self) -> StateRows | None:
+        """Return the rows of all texts; None if there are too few for a transform."""
+        if self._transform is None and sum(map(len, self._waiting)) >= FEWEST:
+            self._fit()
+        if self._transform is None or not self._texts:
+            return None
+        token_ids, top_ids, probs = (np.concatenate(part) for part in zip(*self._texts, strict=True))
+        has_parent = np.ones(len(token_ids), np.bool_)
+        has_parent[np.cumsum([0, *(len(ids) for ids, _, _ in self._texts)])[:-1]] = False
+        rows = np.flatnonzero(has_parent)
+        listed = _listed(rows, token_ids[rows].astype(np.int64))
+        return StateRows(self._transform, np.concatenate(self._keys), top_ids, shares_of(probs), *listed)
+
+
+def shares_of(probs: NDArray[np.float16]) -> NDArray[np.uint8]:
+    """Return probabilities (n, k) as shares of 255 of their sum."""
+    wide = probs.astype(np.float32)
+    shares: NDArray[np.uint8] = np.rint(255 * wide / np.maximum(wide.sum(1, keepdims=True), 1e-9)).astype(np.uint8)
+    return shares
+
+
+def _listed(rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return `order` and `starts` of rows in ascending order with their tokens."""
+    by_token = np.lexsort((-rows, tokens))
+    counts = np.bincount(tokens) if len(tokens) else np.zeros(0, np.int64)
+    return rows[by_token].astype(np.int32), np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
