@@ -115,7 +115,7 @@ def test_what_one_wrote_the_next_drafts(tiny: Any) -> None:
     for ours, theirs in zip(shared.outputs, apart.outputs, strict=True):
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
     later = [sum(output.report.passes for output in one.outputs[1:]) for one in (shared, apart)]
-    assert later[0] < later[1] / 2
+    assert later[0] == 3 * 3 < later[1], "60 tokens are the prompt's pass and two with 32 nodes"
 
 
 def test_beside_a_session(tiny: Any) -> None:
