@@ -42,6 +42,7 @@ from retrieve_spec.engine.first_passes import learn_bigrams
 from retrieve_spec.errors import ConfigError, NothingToIndexError, StoreLockedError
 from retrieve_spec.generation.streams import Finished, generate_many
 from retrieve_spec.kernels.recycling import WAYS
+from retrieve_spec.sources.recycling import shares_of_top
 from retrieve_spec.verify.interface import catch_hidden, input_device
 
 CONTEXTS = 1 << 20
@@ -351,9 +352,7 @@ class _Work:
     ) -> None:
         """Learn what passes showed of a text from position `first` on, but not after its last token."""
         said, logits, hidden = (np.concatenate(part)[: len(ids) - 1 - first] for part in zip(*shown, strict=True))
-        shares = np.exp(logits[:, :_TOP] - logits[:, :1])
-        shares /= shares.sum(1, keepdims=True)
-        self._keep(ids, first, said[:, :_TOP], shares.astype(np.float16), hidden)
+        self._keep(ids, first, said[:, :_TOP], shares_of_top(logits[:, :_TOP]).astype(np.float16), hidden)
 
     @torch.no_grad()
     def _observe(self, ids: NDArray[np.int32]) -> None:

@@ -76,6 +76,15 @@ USE_MEMORY = 512.0
 
 
 @inner
+def _share_among(ids: NDArray[np.int32], p: NDArray[np.float32], token: int) -> float:
+    """Return the probability of a token among some."""
+    for i in range(len(ids)):
+        if ids[i] == token:
+            return np.float64(p[i])
+    return 0.0
+
+
+@inner
 def _share_of(
     source: Record,
     cursors: NDArray[np.int64],
@@ -100,11 +109,8 @@ def _share_of(
         return 1.0 if handle & alignment.LOW == token else 0.0, 0.0
     if stores is not None:
         if kind == KIND_STATES:
-            next_tokens = hidden_states.tokens_of(source.states, handle)
-            for j in range(hidden_states.WIDTH):
-                if next_tokens[j] == token:
-                    return np.float64(hidden_states.probs_of(source.states, handle)[j]), 0.0
-            return 0.0, 0.0
+            ids, p = hidden_states.tokens_of(source.states, handle), hidden_states.probs_of(source.states, handle)
+            return _share_among(ids, p, token), 0.0
         if kind == KIND_NGRAM:
             first, end = ngram_part(source.ngram, handle)
             for j in range(first, end):
@@ -119,13 +125,8 @@ def _share_of(
             return trie.share(spans_of(source.dense), weight, cursors[c, 0], cursors[c, 1], cursors[c, 2], token), 0.0
     if kind == KIND_UNIGRAM:
         return unigram.share_of(source.unigram, handle, token), 0.0
-    k = source.recycling.k
-    ids = recycling_tokens(source.recycling, handle)
-    p = recycling_probs(source.recycling, handle)
-    for i in range(k):
-        if ids[i] == token:
-            return np.float64(p[i]), 0.0
-    return 0.0, 0.0
+    known = source.recycling
+    return _share_among(recycling_tokens(known, handle), recycling_probs(known, handle), token), 0.0
 
 
 @inlined

@@ -238,6 +238,23 @@ def evidence(source: Record, cursors: NDArray[np.int64], c: int, handle: int, st
 
 
 @inner
+def _read_top(
+    ids: NDArray[np.int32],
+    p: NDArray[np.float32],
+    least: float,
+    out_tokens: NDArray[np.int32],
+    out_p: NDArray[np.float32],
+) -> int:
+    """Copy tokens, most probable first (-1: no more), and probabilities of at least ``least``; return how many."""
+    n = 0
+    while n < len(ids) and ids[n] >= 0 and p[n] >= least:
+        out_tokens[n] = ids[n]
+        out_p[n] = p[n]
+        n += 1
+    return n
+
+
+@inner
 def read_level(
     source: Record,
     cursors: NDArray[np.int64],
@@ -267,15 +284,8 @@ def read_level(
             out_p[0] += recency
         return n
     if _has_contexts(kind) or kind == KIND_BIGRAMS:
-        k = source.recycling.k
-        ids = recycling_tokens(source.recycling, handle)
-        p = recycling_probs(source.recycling, handle)
-        n = 0
-        while n < k and ids[n] >= 0 and p[n] >= least:
-            out_tokens[n] = ids[n]
-            out_p[n] = p[n]
-            n += 1
-        return n
+        known = source.recycling
+        return _read_top(recycling_tokens(known, handle), recycling_probs(known, handle), least, out_tokens, out_p)
     if kind == KIND_UNIGRAM:
         return unigram.read(source.unigram, handle, least, out_tokens, out_p)
     if stores is not None:
@@ -308,14 +318,8 @@ def read_level(
                 out_p,
             )
         if kind == KIND_STATES:
-            known = source.states
-            next_tokens, p = hidden_states.tokens_of(known, handle), hidden_states.probs_of(known, handle)
-            n = 0
-            while n < hidden_states.WIDTH and next_tokens[n] >= 0 and p[n] >= least:
-                out_tokens[n] = next_tokens[n]
-                out_p[n] = p[n]
-                n += 1
-            return n
+            ids, p = hidden_states.tokens_of(source.states, handle), hidden_states.probs_of(source.states, handle)
+            return _read_top(ids, p, least, out_tokens, out_p)
     out_tokens[0] = handle & alignment.LOW if kind == KIND_ALIGNMENT else expected_text(source.prediction)[handle]
     out_p[0] = 1.0
     return 1

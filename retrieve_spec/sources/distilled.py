@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.datastore.distilled import mapped, states_of
 from retrieve_spec.datastore.files import FileEntry
-from retrieve_spec.datastore.manifest import DISTILLED
+from retrieve_spec.datastore.manifest import DISTILLED, DistilledEntry
 from retrieve_spec.datastore.state_rows import StateRows
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.recycling import MOST
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from retrieve_spec.datastore.store import Datastore
 
 logger = logging.getLogger(__name__)
+_Read = TypeVar("_Read")
 
 
 class DistilledTable:
@@ -62,25 +63,20 @@ class DistilledTable:
 
 def distilled_tables(stores: Sequence[Datastore]) -> list[DistilledTable]:
     """Return the tables in some stores; a damaged one is logged and left out."""
-    found = []
-    for store in stores:
-        for entry in store.manifest.distilled:
-            try:
-                found.append(DistilledTable.open(store.path / DISTILLED / entry.name, entry.files))
-            except StoreCorruptError as error:
-                logger.warning("not drafted from: %s", error)
-    return found
+    return list(_opened(stores, lambda folder, entry: DistilledTable.open(folder, entry.files)))
 
 
 def largest_states(stores: Sequence[Datastore]) -> StateRows | None:
     """Return the most state rows that a table of some stores has; damaged ones are logged and left out."""
-    found = []
+    found = (rows for rows in _opened(stores, states_of) if rows is not None)
+    return max(found, key=lambda rows: len(rows.keys), default=None)
+
+
+def _opened(stores: Sequence[Datastore], read: Callable[[Path, DistilledEntry], _Read]) -> Iterator[_Read]:
+    """Yield what is read of each table of some stores; what is damaged is logged and left out."""
     for store in stores:
         for entry in store.manifest.distilled:
             try:
-                rows = states_of(store.path / DISTILLED / entry.name, entry)
+                yield read(store.path / DISTILLED / entry.name, entry)
             except StoreCorruptError as error:
                 logger.warning("not drafted from: %s", error)
-            else:
-                found += [] if rows is None else [rows]
-    return max(found, key=lambda rows: len(rows.keys), default=None)

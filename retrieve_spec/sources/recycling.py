@@ -110,14 +110,14 @@ class Bigrams:
     def __init__(self, entries: Ids) -> None:
         self.entries, k = entries, entries.shape[1] // 2
         self._shares = entries.copy()
-        self._shares[:, k:] = _shares(entries[:, k:].view(np.float32)).view(np.int32)
+        self._shares[:, k:] = shares_of_top(entries[:, k:].view(np.float32)).view(np.int32)
 
     def learn(self, tokens: NDArray[np.integer], ids: Ids, logits: NDArray[np.float32]) -> None:
         """Add the target's top tokens after m tokens, (m, k), most probable first, with their raw logits."""
         k = ids.shape[1]
         self.entries[tokens, k:] = logits.view(np.int32)
         self.entries[tokens, :k] = ids  # last: what Ctrl-C leaves undone is not known
-        self._shares[tokens, :k], self._shares[tokens, k:] = ids, _shares(logits).view(np.int32)
+        self._shares[tokens, :k], self._shares[tokens, k:] = ids, shares_of_top(logits).view(np.int32)
 
     @property
     def missing(self) -> Ids:
@@ -140,7 +140,7 @@ class Bigrams:
         return source_row(KIND_BIGRAMS, number, "recycling", entries=self._shares, capacity=vocabulary, k=width // 2)
 
 
-def _shares(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+def shares_of_top(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the softmax over the top tokens of each row, (m, k)."""
     shares: NDArray[np.float32] = np.exp(logits - logits[:, :1])
     shares /= shares.sum(1, keepdims=True)
