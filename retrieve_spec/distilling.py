@@ -16,7 +16,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
@@ -30,12 +30,12 @@ from retrieve_spec.acceleration import accelerated
 from retrieve_spec.datastore.build import add_documents, create_datastore
 from retrieve_spec.datastore.change import check_folder, writer
 from retrieve_spec.datastore.dense import model_fingerprint
-from retrieve_spec.datastore.distilled import add_distilled, earlier_states, observed
+from retrieve_spec.datastore.distilled import add_distilled, earlier_contexts, earlier_states, tokens_of
 from retrieve_spec.datastore.manifest import MANIFEST
-from retrieve_spec.datastore.observations import Observations
+from retrieve_spec.datastore.observations import Observations, keys_of_tokens
 from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.sources import Source
-from retrieve_spec.datastore.state_rows import StateCollector, StateRows
+from retrieve_spec.datastore.state_rows import KeyTransform, StateCollector
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.engine.first_passes import learn_bigrams
@@ -151,15 +151,21 @@ def distil(
         remedy = f"Take {1 << max(contexts, WAYS).bit_length()}."
         raise ConfigError(f"contexts as a power of two, at least {WAYS}", str(contexts), remedy)
     store, fingerprint = folder_of(store, "distil"), model_fingerprint(model)
-    earlier, states = _observed_earlier(store, tokenizer, fingerprint)
+    earlier = _Earlier.of(store, tokenizer, fingerprint)
     with accelerated(model, tokenizer):
-        work = _Work(model, tokenizer, states, max_tokens, perf_counter() + 60.0 * minutes, on_progress)
+        work = _Work(
+            model,
+            tokenizer,
+            StateCollector(earlier.transform),
+            max_tokens,
+            perf_counter() + 60.0 * minutes,
+            on_progress,
+        )
         try:
-            work.ask_each_token(_alone(earlier))
+            work.ask_each_token(earlier)
             for text in texts:
                 work.read(text)
-            seed = sum(len(part.token_ids) for part in earlier)
-            work.ask(general_prompts(seed) if prompts is None else prompts)
+            work.ask(general_prompts(earlier.tokens) if prompts is None else prompts)
         except _Done:
             pass
         except KeyboardInterrupt:
@@ -174,30 +180,43 @@ def distil(
     return replace(work.report(), contexts=_keep(work, store, tokenizer, fingerprint, contexts))
 
 
-def _observed_earlier(store: Path, tokenizer: Any, model: str) -> tuple[list[Observations], StateCollector]:
-    """Check, before the work begins, that the store can be written.
+@dataclass(frozen=True, slots=True)
+class _Earlier:
+    """What a store has of a model.
 
-    Returns
-    -------
-    tuple
-        Its observations of the model, and where to collect more states like its own.
+    Attributes
+    ----------
+    known
+        int32 tokens after which its table tells what follows.
+    vocabulary
+        Number of tokens that the store may know.
+    tokens
+        Number of tokens that it was distilled from.
+    transform
+        Of its state rows, if any.
     """
-    earlier, states = list[Observations](), list[StateRows]()
-    if (store / MANIFEST).exists():
-        manifest = open_datastore(store, tokenizer=tokenizer).manifest
-        earlier = observed(store, manifest, model)
-        states = earlier_states(store, manifest, model)
-    else:
-        check_folder(store)
-    with writer(store):
-        pass
-    return earlier, StateCollector(states[0].transform if states else None)
 
+    known: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    vocabulary: int = 1
+    tokens: int = 0
+    transform: KeyTransform | None = None
 
-def _alone(observations: list[Observations]) -> NDArray[np.int32]:
-    """Return the tokens that are texts of their own in some observations, in the order of their ids."""
-    alone = [part.token_ids[(np.cumsum(part.lengths) - part.lengths)[part.lengths == 1]] for part in observations]
-    return np.unique(np.concatenate([np.empty(0, np.int32), *alone]))
+    @classmethod
+    def of(cls, store: Path, tokenizer: Any, model: str) -> _Earlier:
+        """Look at a store, and check that it can be written."""
+        found = cls()
+        if (store / MANIFEST).exists():
+            manifest = open_datastore(store, tokenizer=tokenizer).manifest
+            contexts, states = earlier_contexts(store, manifest, model), earlier_states(store, manifest, model)
+            if contexts is not None:
+                known = np.flatnonzero(np.isin(keys_of_tokens(manifest.vocabulary), contexts.keys)).astype(np.int32)
+                transform = states[0].transform if states else None
+                found = cls(known, manifest.vocabulary, tokens_of(manifest, model), transform)
+        else:
+            check_folder(store)
+        with writer(store):
+            pass
+        return found
 
 
 class _Done(Exception):
@@ -262,15 +281,15 @@ class _Work:
         asked = 0 if self._bigrams is None else len(self._bigrams.known)
         return DistilReport(len(self.answers), self.tokens, 0, seconds, pace, asked)
 
-    def ask_each_token(self, earlier: NDArray[np.int32]) -> None:
+    def ask_each_token(self, earlier: _Earlier) -> None:
         """Learn what the model says after each token alone, its bigrams, except after those that the store has.
 
         Engines that cannot be asked for logits have them from the store.
         """
         bigrams = self._bigrams
-        if bigrams is not None and len(earlier) < len(bigrams.entries):
+        if bigrams is not None and len(earlier.known) < min(len(bigrams.entries), earlier.vocabulary):
             learn_bigrams(self._model.speculation, self._has_time, math.inf)
-            tokens = np.setdiff1d(bigrams.known, earlier)
+            tokens = np.setdiff1d(bigrams.known, earlier.known)
             top_ids, shares = bigrams.top(tokens)
             self.observed.append(Observations(tokens, np.ones(len(tokens), np.int64), top_ids, shares))
 

@@ -1,4 +1,4 @@
-"""Distilled tables of a store: a model's next tokens after contexts of one to three tokens, with their observations."""
+"""Distilled tables of a store: a model's next tokens after contexts of one to three tokens, and state rows."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from retrieve_spec.datastore.build import changing
 from retrieve_spec.datastore.change import WorkFolder, begin_change, publish
 from retrieve_spec.datastore.files import FileEntry, check_content, link_files, map_array, sync_folder, write_files
 from retrieve_spec.datastore.manifest import DISTILLED, DistilledEntry, Manifest, content_name
-from retrieve_spec.datastore.observations import Contexts, Observations, averaged, rank_in_group
+from retrieve_spec.datastore.observations import Contexts, Observations, averaged, keys_of_tokens, rank_in_group
 from retrieve_spec.datastore.state_rows import StateRows
 from retrieve_spec.kernels.recycling import MOST, SET, WAYS
 
-_OBSERVED = {"token_ids": "<i4", "lengths": "<i8", "top_ids": "<i4", "probs": "<f2"}
+_TABLE = {"sets": "<u8", "entries": "<i4"}
 _STATES = {
     "keys": "|i1",
     "next_ids": "<i4",
     "shares": "|u1",
     "order": "<i4",
     "starts": "<i4",
+    "previous": "<i4",
     "mean": "<f4",
     "components": "<f4",
 }
-_DTYPES = {"sets": "<u8", "entries": "<i4", **_OBSERVED, **_STATES}
-"""Files of a table with their dtypes: the table itself, the observations it was made from, and state rows, if any."""
+_DTYPES = _TABLE | _STATES
+"""Files of a table with their dtypes: the table itself, and state rows, if any."""
 _SET_BYTES = SET * np.dtype(np.uint64).itemsize
 
 
@@ -43,9 +44,9 @@ def add_distilled(
     Parameters
     ----------
     observations
-        New observations; the store keeps them, so that later runs can add to them.
+        New observations.
     capacity
-        Most contexts in the table, a power of two; those observed most often are kept.
+        Most contexts in the table, a power of two; those of one token and those observed most often are kept.
     store
         Folder of the store.
     model
@@ -63,41 +64,46 @@ def add_distilled(
     BuildError
         The store cannot be written; it is unchanged.
     StoreCorruptError
-        The earlier observations are damaged.
+        The earlier table is damaged.
     StoreLockedError
         Another process is writing the store.
     """
     with changing(store, "distil") as (work, manifest):
         event = begin_change(work, "distil", model=model)
-        observations = Observations.joined([*observed(store, manifest, model), observations])
+        contexts = averaged(observations, earlier_contexts(store, manifest, model))
         states = _joined_states([*earlier_states(store, manifest, model), *([] if states is None else [states])])
-        entry, count = _write_table(work, observations, states, capacity, model)
+        tokens = len(observations.token_ids) + tokens_of(manifest, model)
+        table = _placed(contexts, capacity, manifest.vocabulary)
+        entry = _write_table(work, table, states, model, tokens)
         others = [other for other in manifest.distilled if other.model != model]
         following = replace(manifest, distilled=(*others, entry))
         publish(work, following, manifest.segments, (), event, counts=(0, 0))
-    return count
+    return int(np.count_nonzero(table[0][:, :WAYS]))
 
 
 def copy_tables(work: WorkFolder, stores: Iterable[tuple[Path, Manifest]]) -> tuple[DistilledEntry, ...]:
-    """Copy the tables of some stores to another store; tables of one model are joined, each text counted once.
+    """Copy the tables of some stores to another store; tables of one model are joined.
 
     Raises
     ------
     StoreCorruptError
-        Observations to join are damaged.
+        Tables to join are damaged.
     """
     by_model: dict[str, dict[str, tuple[Path, DistilledEntry]]] = {}
+    vocabulary = 0
     for store, manifest in stores:
+        vocabulary = max(vocabulary, manifest.vocabulary)
         for entry in manifest.distilled:
             by_model.setdefault(entry.model, {})[entry.name] = store / DISTILLED / entry.name, entry
     taken = []
     for model, tables in by_model.items():
         (folder, entry), *others = tables.values()
         if others:
-            joined = Observations.joined([_observations(*table) for table in tables.values()])
-            states = _joined_states([rows for table in tables.values() if (rows := states_of(*table)) is not None])
             room = sum(each.files["sets"].bytes // _SET_BYTES * WAYS for _, each in tables.values())
-            entry, _ = _write_table(work, joined.without_repeats(), states, 1 << (room - 1).bit_length(), model)
+            contexts = Contexts.joined([_contexts(*table) for table in tables.values()])
+            table = _placed(contexts, 1 << (room - 1).bit_length(), vocabulary)
+            states = _joined_states([rows for table in tables.values() if (rows := states_of(*table)) is not None])
+            entry = _write_table(work, table, states, model, sum(each.tokens for _, each in tables.values()))
         else:
             link_files(folder, entry.files, made := work.path / DISTILLED)
             _put(work, entry.name, made)
@@ -105,15 +111,21 @@ def copy_tables(work: WorkFolder, stores: Iterable[tuple[Path, Manifest]]) -> tu
     return tuple(taken)
 
 
-def observed(store: Path, manifest: Manifest, model: str) -> list[Observations]:
-    """Return a store's observations of a model, empty if there are none.
+def tokens_of(manifest: Manifest, model: str) -> int:
+    """Return the number of tokens of which a store has observations of a model."""
+    return sum(each.tokens for each in manifest.distilled if each.model == model)
+
+
+def earlier_contexts(store: Path, manifest: Manifest, model: str) -> Contexts | None:
+    """Return the contexts of a store's table of a model; None if it has no table.
 
     Raises
     ------
     StoreCorruptError
-        They are damaged.
+        The table is damaged.
     """
-    return [_observations(store / DISTILLED / each.name, each) for each in manifest.distilled if each.model == model]
+    found = [_contexts(store / DISTILLED / each.name, each) for each in manifest.distilled if each.model == model]
+    return Contexts.joined(found) if found else None
 
 
 def earlier_states(store: Path, manifest: Manifest, model: str) -> list[StateRows]:
@@ -144,30 +156,32 @@ def mapped(folder: Path, files: dict[str, FileEntry], name: str) -> NDArray[Any]
     return map_array(folder / name, files[name], (_DTYPES[name],))
 
 
-def _observations(folder: Path, entry: DistilledEntry) -> Observations:
-    """Read the observations of a table, and compare their checksums."""
-    for name in _OBSERVED:
+def _contexts(folder: Path, entry: DistilledEntry) -> Contexts:
+    """Read the contexts of a table, and compare the checksums of its files."""
+    for name in _TABLE:
         check_content(folder / name, entry.files[name])
-    token_ids, lengths, top_ids, probs = (mapped(folder, entry.files, name) for name in _OBSERVED)
-    rows = len(token_ids)
-    return Observations(token_ids, lengths, top_ids.reshape(rows, -1), probs.reshape(rows, -1))
+    sets, entries = (mapped(folder, entry.files, name) for name in _TABLE)
+    keys, counts = sets.reshape(-1, 2, WAYS).transpose(1, 0, 2).reshape(2, -1)
+    used = np.flatnonzero(keys)
+    top_ids, probs = np.hsplit(entries[:-MOST].reshape(len(keys), -1)[used], 2)
+    return Contexts(keys[used], counts[used].astype(np.float64), top_ids, np.ascontiguousarray(probs).view(np.float32))
 
 
 def _write_table(
-    work: WorkFolder, observations: Observations, states: StateRows | None, capacity: int, model: str
-) -> tuple[DistilledEntry, int]:
-    """Write the table of observations, and state rows, to a store; return its entry and its number of contexts."""
-    contexts = averaged(observations)
-    capacity = min(capacity, max(1 << (2 * len(contexts.keys)).bit_length(), WAYS))
-    sets, entries = _placed(contexts, capacity)
-    arrays: dict[str, NDArray[Any]] = {"sets": sets, "entries": np.append(entries, np.zeros(MOST, np.int32))}
-    arrays |= {name: getattr(observations, name) for name in _OBSERVED}
+    work: WorkFolder,
+    table: tuple[NDArray[np.uint64], NDArray[np.int32]],
+    states: StateRows | None,
+    model: str,
+    tokens: int,
+) -> DistilledEntry:
+    """Write the sets and entries of a table, and state rows, to a store; return its entry."""
+    arrays: dict[str, NDArray[Any]] = dict(zip(_TABLE, table, strict=True))
     arrays |= {} if states is None else states.arrays()
     (made := work.path / DISTILLED).mkdir()
     files = write_files(made, {name: array.reshape(-1) for name, array in arrays.items()})
-    entry = DistilledEntry(content_name(files), model, len(observations.token_ids), files)
+    entry = DistilledEntry(content_name(files), model, tokens, files)
     _put(work, entry.name, made)
-    return entry, int(np.count_nonzero(sets[:, :WAYS]))
+    return entry
 
 
 def _put(work: WorkFolder, name: str, made: Path) -> None:
@@ -181,16 +195,23 @@ def _put(work: WorkFolder, name: str, made: Path) -> None:
         sync_folder(folder)
 
 
-def _placed(contexts: Contexts, capacity: int) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
-    """Return the sets and entries of a table, as `retrieve_spec.kernels.recycling` reads them."""
+def _placed(contexts: Contexts, capacity: int, vocabulary: int) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+    """Return the sets and entries of a table, as `retrieve_spec.kernels.recycling` reads them.
+
+    Contexts of one token come first, then those observed most often: every longer context falls back on the former.
+    """
     k = contexts.top_ids.shape[1]
+    capacity = min(capacity, max(1 << (2 * len(contexts.keys)).bit_length(), WAYS))
     home = ((contexts.keys >> np.uint64(20)) & np.uint64(capacity // WAYS - 1)).astype(np.int64)
-    order = np.lexsort((-contexts.counts, home))
+    is_longer = ~np.isin(contexts.keys, keys_of_tokens(vocabulary))
+    order = np.lexsort((-contexts.counts, is_longer, home))
     way = rank_in_group(home[order])
     order, way = order[way < WAYS], way[way < WAYS]
     sets = np.zeros((capacity // WAYS, SET), np.uint64)
     sets[home[order], way] = contexts.keys[order]
     sets[home[order], WAYS + way] = contexts.counts[order]
-    entries = np.zeros((capacity, 2 * k), np.int32)
-    entries[home[order] * WAYS + way] = np.hstack([contexts.top_ids[order], contexts.probs[order].view(np.int32)])
+    entries = np.zeros(2 * k * capacity + MOST, np.int32)
+    entries[:-MOST].reshape(capacity, 2 * k)[home[order] * WAYS + way] = np.hstack(
+        [contexts.top_ids[order], contexts.probs[order].view(np.int32)]
+    )
     return sets, entries

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -40,15 +40,6 @@ class Observations:
         """Concatenate observations, in order."""
         return cls(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(cls)))
 
-    def without_repeats(self) -> Observations:
-        """Return the observations without repeated texts."""
-        first: dict[bytes, int] = {}
-        for number, end in enumerate(np.cumsum(self.lengths)):
-            first.setdefault(self.token_ids[end - self.lengths[number] : end].tobytes(), number)
-        kept = np.isin(np.arange(len(self.lengths)), list(first.values()))
-        rows = np.repeat(kept, self.lengths)
-        return Observations(self.token_ids[rows], self.lengths[kept], self.top_ids[rows], self.probs[rows])
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contexts:
@@ -59,46 +50,88 @@ class Contexts:
     keys
         (m,) uint64 hashes of the contexts' tokens (`retrieve_spec.kernels.recycling.mix`).
     counts
-        (m,) int64 how often each was observed.
+        (m,) float64 how often each was observed.
     top_ids, probs
-        (m, k) int32 the most probable next tokens, -1 after the last, and float32 their probabilities.
+        (m, k) int32 the most probable next tokens, -1 after the last, and their probabilities.
     """
 
     keys: NDArray[np.uint64]
-    counts: NDArray[np.int64]
+    counts: NDArray[np.float64]
     top_ids: NDArray[np.int32]
-    probs: NDArray[np.float32]
+    probs: NDArray[Any]
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[Contexts]) -> Contexts:
+        """Concatenate contexts, in order."""
+        return cls(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(cls)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Contexts]) -> Contexts:
+        """Sort contexts by key; of one that several parts have, keep the average of the most observations."""
+        every = cls.concatenated(parts)
+        by_count = np.lexsort((-every.counts, every.keys))
+        return every.at(by_count[rank_in_group(every.keys[by_count]) == 0])
+
+    def at(self, places: NDArray[np.int64]) -> Contexts:
+        """Return the contexts at some places."""
+        return Contexts(*(getattr(self, each.name)[places] for each in fields(self)))
 
 
-def averaged(observations: Observations) -> Contexts:
+def averaged(observations: Observations, earlier: Contexts | None = None) -> Contexts:
     """Average the observations after each context of one to three tokens, and after each skip-gram.
 
     A skip-gram is the last token but one, whatever followed it. A rare context is smoothed towards its suffix, as in
     interpolated n-gram models (Chen & Goodman 1999), but with the model's probabilities instead of counts.
+
+    Parameters
+    ----------
+    observations
+        New observations.
+    earlier
+        Averages that they are added to.
     """
     lengths = observations.lengths
     places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     keys = np.empty((CONTEXTS, len(places)), np.uint64)
     context_keys(observations.token_ids, places, keys)
+    if earlier is None:
+        earlier = Contexts(keys[0, :0], np.empty(0, np.float64), observations.top_ids[:0], observations.probs[:0])
     found: list[Contexts] = []
     for order in range(CONTEXTS):
         shorter = found[-1] if 0 < order < ORDERS else None
+        smoothing = 0.0 if shorter is None else BACKOFF
         observed = np.flatnonzero((keys[order] > 0) & (observations.top_ids[:, 0] >= 0))
         if not len(observed):  # no text is this long
             continue
-        of_order = keys[order][observed]
-        known, first, counts = np.unique(of_order, return_index=True, return_counts=True)
-        top_ids, probs = observations.top_ids[observed], observations.probs[observed].astype(np.float32)
+        top_ids, probs = observations.top_ids[observed], observations.probs[observed]
+        said = Contexts(keys[order][observed], np.ones(len(observed)), top_ids, probs)
+        known, first = np.unique(said.keys, return_index=True)
+        before = earlier.at(np.flatnonzero(np.isin(earlier.keys, known)))
+        parts = [said, replace(before, counts=before.counts + smoothing)]
         if shorter is not None:
-            at = np.searchsorted(shorter.keys, keys[order - 1][observed[first]])
-            of_order = np.concatenate([of_order, known])
-            top_ids = np.concatenate([top_ids, shorter.top_ids[at]])
-            probs = np.concatenate([probs, np.float32(BACKOFF) * shorter.probs[at]])
-        top_ids, sums = _largest_sums(of_order, top_ids, probs)
-        total = (counts + (BACKOFF if shorter else 0.0)).astype(np.float32)
-        found.append(Contexts(known, counts, top_ids, sums / total[:, None]))
-    joined = (np.concatenate([getattr(of, name) for of in found]) for name in ("keys", "counts", "top_ids", "probs"))
-    return Contexts(*joined)
+            is_new = np.isin(known, before.keys, invert=True)
+            suffixes = shorter.at(np.searchsorted(shorter.keys, keys[order - 1][observed[first[is_new]]]))
+            parts.append(replace(suffixes, keys=known[is_new], counts=np.full(len(suffixes.keys), BACKOFF)))
+        average = _weighted(parts)
+        found.append(replace(average, counts=average.counts - smoothing))
+    return Contexts.joined([*found, earlier])
+
+
+def _weighted(parts: Sequence[Contexts]) -> Contexts:
+    """Average the probabilities of contexts, each with its count as its weight."""
+    every = Contexts.concatenated(parts)
+    top_ids, sums = _largest_sums(every.keys, every.top_ids, every.counts[:, None] * every.probs)
+    known, of = np.unique(every.keys, return_inverse=True)
+    counts = np.bincount(of, every.counts).astype(np.float64)
+    return Contexts(known, counts, top_ids, (sums / counts[:, None]).astype(np.float32))
+
+
+def keys_of_tokens(vocabulary: int) -> NDArray[np.uint64]:
+    """Return the keys of the contexts of one token, in the order of their ids."""
+    keys: NDArray[np.uint64] = np.empty((CONTEXTS, vocabulary), np.uint64)
+    context_keys(np.arange(vocabulary, dtype=np.int32), np.zeros(vocabulary, np.int64), keys)
+    single: NDArray[np.uint64] = keys[0]
+    return single
 
 
 def rank_in_group(groups: NDArray[Any]) -> NDArray[np.int64]:
@@ -109,8 +142,8 @@ def rank_in_group(groups: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def _largest_sums(
-    keys: NDArray[np.uint64], top_ids: NDArray[np.int32], probs: NDArray[np.float32]
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    keys: NDArray[np.uint64], top_ids: NDArray[np.int32], probs: NDArray[Any]
+) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """Sum probabilities (n, k) by key and token; return (m, k) tokens and sums per key, in descending order."""
     k = top_ids.shape[1]
     listed = top_ids.reshape(-1) >= 0
@@ -123,7 +156,7 @@ def _largest_sums(
     keys, tokens, sums = keys[by_sum], tokens[by_sum], sums[by_sum]
     rank = rank_in_group(keys)
     row = np.cumsum(rank == 0) - 1
-    out_ids, out_sums = np.full((row[-1] + 1, k), -1, np.int32), np.zeros((row[-1] + 1, k), np.float32)
+    out_ids, out_sums = np.full((row[-1] + 1, k), -1, np.int32), np.zeros((row[-1] + 1, k))
     kept = rank < k
     out_ids[row[kept], rank[kept]], out_sums[row[kept], rank[kept]] = tokens[kept], sums[kept]
     return out_ids, out_sums

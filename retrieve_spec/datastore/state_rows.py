@@ -20,8 +20,8 @@ DIMS = 64
 """Dimensions of a key."""
 _STEPS = 4.5
 """Standard deviations of a component that int8 holds; larger ones are clipped."""
-MOST_ROWS = 1 << 19
-"""Most rows; older ones give way. A row takes 108 bytes."""
+MOST_ROWS = 3 << 18
+"""Most rows; older ones give way. A row takes 112 bytes."""
 FITTED_TO, FEWEST = 1 << 14, 4 * DIMS
 """Number of states that a transform is fitted to, and the fewest."""
 
@@ -80,8 +80,9 @@ class StateRows:
         (n, dims) int8.
     top_ids, shares
         (n, TOP) int32 most probable next tokens, -1 after the last, and uint8 their shares of 255.
-    order, starts
-        (m,) int32 rows with a parent by token, the newest first, and (vocabulary + 1,) int32 where each token's begin.
+    order, previous, starts
+        (m,) int32 rows with a parent, by token and by the token before it, the newest first; (m,) int32 these tokens
+        before; and (vocabulary + 1,) int32 where each token's rows begin.
     """
 
     transform: KeyTransform
@@ -89,11 +90,12 @@ class StateRows:
     top_ids: NDArray[np.int32]
     shares: NDArray[np.uint8]
     order: NDArray[np.int32]
+    previous: NDArray[np.int32]
     starts: NDArray[np.int32]
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return all arrays by the names of their files."""
-        fields = ("keys", "shares", "order", "starts")
+        fields = ("keys", "shares", "order", "previous", "starts")
         return {name: getattr(self, name) for name in fields} | {
             "next_ids": self.top_ids,
             "mean": self.transform.mean,
@@ -109,9 +111,15 @@ class StateRows:
         StoreCorruptError
             They contradict one another, or would lead a look-up outside of them.
         """
-        mean, keys, order, starts = (arrays[name] for name in ("mean", "keys", "order", "starts"))
+        mean, keys, order, previous, starts = (arrays[name] for name in ("mean", "keys", "order", "previous", "starts"))
         n, dims = len(arrays["shares"]) // TOP, len(arrays["components"]) // max(len(mean), 1)
-        sizes = {"components": dims * len(mean), "keys": n * dims, "next_ids": n * TOP, "shares": n * TOP}
+        sizes = {
+            "components": dims * len(mean),
+            "keys": n * dims,
+            "next_ids": n * TOP,
+            "shares": n * TOP,
+            "previous": len(order),
+        }
         if not dims or any(len(arrays[name]) != size for name, size in sizes.items()):
             found = ", ".join(f"{name} of {len(arrays[name])}" for name in sizes)
             raise StoreCorruptError(f"state rows whose arrays have sizes {sizes}", found)
@@ -120,26 +128,35 @@ class StateRows:
             raise StoreCorruptError("state rows that are listed by token", "lists that lead outside of them")
         transform = KeyTransform(mean, arrays["components"].reshape(-1, dims))
         tops = arrays["next_ids"].reshape(-1, TOP), arrays["shares"].reshape(-1, TOP)
-        return cls(transform, keys.reshape(-1, dims), *tops, order, starts)
+        return cls(transform, keys.reshape(-1, dims), *tops, order, previous, starts)
 
     @classmethod
     def joined(cls, parts: Sequence[StateRows]) -> StateRows:
-        """Join rows, older ones first, and keep the newest `MOST_ROWS`.
+        """Join rows of texts, older ones first, each text once, and keep the newest, at most `MOST_ROWS` rows.
 
         Rows whose keys cannot be compared with those of the largest part are left out.
         """
         transform = max(parts, key=lambda part: len(part.keys)).transform
         parts = [part for part in parts if part.transform.is_same(transform)]
-        firsts = np.cumsum([0, *(len(part.keys) for part in parts)])
-        dropped = max(int(firsts[-1]) - MOST_ROWS, 0)
-        rows = np.concatenate([part.order + first for part, first in zip(parts, firsts, strict=False)])
-        tokens = np.concatenate([np.repeat(np.arange(len(part.starts) - 1), np.diff(part.starts)) for part in parts])
-        kept = rows > dropped  # with their parents
-        rows, tokens = rows[kept] - dropped, tokens[kept]
         keys, top_ids, shares = (
-            np.concatenate([getattr(part, name) for part in parts])[dropped:] for name in ("keys", "top_ids", "shares")
+            np.concatenate([getattr(part, name) for part in parts]) for name in ("keys", "top_ids", "shares")
         )
-        return cls(transform, keys, top_ids, shares, *_listed(rows, tokens))
+        tokens, previous = (np.concatenate(each) for each in zip(*(part._tokens() for part in parts), strict=True))
+        begins = np.flatnonzero(tokens < 0)
+        lengths = np.diff([*begins, len(tokens)])
+        rows_of = [slice(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
+        newest = {(keys[rows].tobytes(), top_ids[rows].tobytes()): text for text, rows in enumerate(rows_of)}
+        texts = np.sort([*newest.values()])
+        texts = texts[np.cumsum(lengths[texts][::-1])[::-1] <= MOST_ROWS]
+        kept = np.repeat(np.isin(np.arange(len(begins)), texts), lengths)
+        return cls(transform, keys[kept], top_ids[kept], shares[kept], *_listed(tokens[kept], previous[kept]))
+
+    def _tokens(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (n,) tokens of the rows, -1 of a text's first, and the tokens before them."""
+        tokens, previous = np.full((2, len(self.keys)), -1, np.int64)
+        tokens[self.order] = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+        previous[self.order] = self.previous
+        return tokens, previous
 
 
 class StateCollector:
@@ -186,10 +203,9 @@ class StateCollector:
         if self._transform is None or not self._texts:
             return None
         token_ids, top_ids, probs = (np.concatenate(part) for part in zip(*self._texts, strict=True))
-        has_parent = np.ones(len(token_ids), np.bool_)
-        has_parent[np.cumsum([0, *(len(ids) for ids, _, _ in self._texts)])[:-1]] = False
-        rows = np.flatnonzero(has_parent)
-        listed = _listed(rows, token_ids[rows].astype(np.int64))
+        tokens = token_ids.astype(np.int64)
+        tokens[np.cumsum([0, *(len(ids) for ids, _, _ in self._texts)])[:-1]] = -1
+        listed = _listed(tokens, np.roll(token_ids, 1))
         return StateRows(self._transform, np.concatenate(self._keys), top_ids, shares_of(probs), *listed)
 
 
@@ -200,8 +216,11 @@ def shares_of(probs: NDArray[np.float16]) -> NDArray[np.uint8]:
     return shares
 
 
-def _listed(rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return `order` and `starts` of rows in ascending order with their tokens."""
-    by_token = np.lexsort((-rows, tokens))
-    counts = np.bincount(tokens) if len(tokens) else np.zeros(0, np.int64)
-    return rows[by_token].astype(np.int32), np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+def _listed(
+    tokens: NDArray[np.int64], previous: NDArray[Any]
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    """Return `order`, `previous` and `starts` of rows, of their tokens (-1: not listed) and the tokens before them."""
+    rows = np.flatnonzero(tokens >= 0)
+    order = rows[np.lexsort((-rows, previous[rows], tokens[rows]))]
+    starts = np.concatenate([[0], np.cumsum(np.bincount(tokens[rows]))])
+    return order.astype(np.int32), previous[order].astype(np.int32), starts.astype(np.int32)

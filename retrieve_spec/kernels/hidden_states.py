@@ -5,6 +5,8 @@ A *row* is a token of a text that the target has read or written, with the targe
 store (`retrieve_spec.datastore.state_rows`), and rows of the running text, rejected branches included.
 
 What follows a state and a token? The neighbours are the rows of that token whose parents have the most similar states.
+Of a frequent token, rows that follow the same token are compared, and others evenly spaced: together they find almost
+what all would.
 Their average next tokens are the prediction (`predict`), as in kNN-LM (Khandelwal et al. 2020), but only among contexts
 that end with the same token. The average of their keys stands for the state after the token, which is unknown until the
 target has run. So predictions continue to any depth.
@@ -51,8 +53,9 @@ COUNTER, ROWS, LAST, META = 0, 1, 2, 3
 their number."""
 LINK, PARENT = 0, 1
 """Columns of `links`, numbers of rows of the text from 1: the one before with the same token, and the parent."""
-PREDICTED = 2 * WIDTH + 1
-"""Words of a prediction: tokens (-1 after the last), float32 probabilities, match length (`_length`)."""
+PREDICTED = 2 * WIDTH + 2
+"""Words of a prediction: tokens (-1 after the last), float32 probabilities, match length (`_length`), and the token
+that it follows."""
 
 _COMPARED = STORED + RECENT
 _FOUND = NEIGHBOURS * TOP
@@ -114,21 +117,49 @@ def _product(a: int, b: int, dims: int) -> int:
     return np.int64(total)
 
 
+@inner
+def _first_at_least(previous: NDArray[np.int32], low: int, high: int, token: int) -> int:
+    """Return the first place from `low` to `high` of a token or a larger one, `high` if there is none."""
+    while low < high:
+        middle = (low + high) >> 1
+        if previous[middle] < token:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
 @inlined
-def _compare_stored(states: Record, key: int, token: int) -> int:
-    """Write a token's stored rows, as negative numbers from -1, and their products with a key; return how many."""
+def _list_stored(states: Record, previous: int, token: int) -> int:
+    """Write stored rows of a token, as negative numbers from -1, up to `STORED`; return how many."""
     if token >= states.vocabulary:
         return np.int64(0)
-    rows, products = view_i32(states.scratch + _ROWS, _COMPARED), view_i32(states.scratch + _COSINES, _COMPARED)
+    rows = view_i32(states.scratch + _ROWS, _COMPARED)
     starts, order = view_i32(states.starts, states.vocabulary + 1), view_i32(states.order, states.num_listed)
-    first = np.int64(starts[token])
-    n = min(np.int64(starts[token + 1]) - first, np.int64(STORED))
+    before = view_i32(states.previous, states.num_listed)
+    first, last = np.int64(starts[token]), np.int64(starts[token + 1])
+    low = _first_at_least(before, first, last, previous)
+    high = _first_at_least(before, low, last, previous + 1)
+    n = min(high - low, np.int64(STORED))
     for i in range(n):
-        prefetch(states.keys + states.dims * (np.int64(order[first + i]) - 1))
+        rows[i] = -1 - order[low + i]
+    others = last - first - (high - low)
+    more = min(others, STORED - n)
+    for i in range(more):
+        at = first + i * others // more
+        rows[n + i] = -1 - order[at if at < low else at + high - low]
+    return n + more
+
+
+@inlined
+def _compare_stored(states: Record, key: int, previous: int, token: int) -> int:
+    """List stored rows of a token with the products of their parents' keys and a key; return how many."""
+    n = _list_stored(states, previous, token)
+    rows, products = view_i32(states.scratch + _ROWS, _COMPARED), view_i32(states.scratch + _COSINES, _COMPARED)
     for i in range(n):
-        row = np.int64(order[first + i])
-        products[i] = _product(key, states.keys + states.dims * (row - 1), states.dims)
-        rows[i] = -1 - row
+        prefetch(states.keys - states.dims * (2 + np.int64(rows[i])))
+    for i in range(n):
+        products[i] = _product(key, states.keys - states.dims * (2 + np.int64(rows[i])), states.dims)
     return n
 
 
@@ -261,28 +292,34 @@ def length_of(states: Record, slot: int) -> int:
 
 
 @inner
+def token_of(states: Record, slot: int) -> int:
+    """Return the token that a prediction follows."""
+    return np.int64(view_i32(states.predicted + 4 * PREDICTED * slot + 8 * WIDTH + 4, 1)[0])
+
+
+@inner
 def key_of(states: Record, slot: int) -> int:
     """Return the address of the key that stands for the state after a prediction's token."""
     return states.slots + states.dims * slot
 
 
 @inner_with_arrays
-def predict(states: Record, key: int, token: int) -> int:
+def predict(states: Record, key: int, previous: int, token: int) -> int:
     """Predict what follows a state and a token.
 
     Parameters
     ----------
     key
         Address of the key of the state, from which the token was predicted or drafted.
-    token
-        The token.
+    previous, token
+        The token before the state, and the token after it.
 
     Returns
     -------
     int
         Slot of the prediction, -1 if no row has the token.
     """
-    n = _compare_stored(states, key, token)
+    n = _compare_stored(states, key, previous, token)
     n = _compare_recent(states, key, token, n)
     n = _choose(states, n)
     if n == 0:
@@ -298,7 +335,8 @@ def predict(states: Record, key: int, token: int) -> int:
     for j in range(dims):
         after[j] = np.int8(min(max(np.round(np.float64(average[j]) * length / np.sqrt(squares)), -127.0), 127.0))
     cosine = np.float64(view_i32(states.scratch + _BEST, 1)[0]) / (length * length)
-    view_i32(states.predicted + 4 * PREDICTED * slot + 8 * WIDTH, 1)[0] = _length(cosine)
+    last_words = view_i32(states.predicted + 4 * PREDICTED * slot + 8 * WIDTH, 2)
+    last_words[0], last_words[1] = _length(cosine), token
     return slot
 
 

@@ -373,5 +373,6 @@ def advance_row(
         elif kind == KIND_STATES:
             out[o, 0], out[o, 1] = np.int64(-1), cursors[c, 1] + 1
             if cursors[c, 0] >= 0 and cursors[c, 1] < hidden_states.DEEPEST:
-                key = hidden_states.key_of(source.states, cursors[c, 0])
-                out[o, 0] = hidden_states.predict(source.states, key, np.int64(token))
+                slot = cursors[c, 0]
+                key, previous = hidden_states.key_of(source.states, slot), hidden_states.token_of(source.states, slot)
+                out[o, 0] = hidden_states.predict(source.states, key, previous, np.int64(token))

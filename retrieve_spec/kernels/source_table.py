@@ -93,7 +93,7 @@ SOURCE = np.dtype(
         (
             "states",
             _fields(
-                "dims length keys top_ids shares order starts num_listed vocabulary"
+                "dims length keys top_ids shares order previous starts num_listed vocabulary"
                 " own_keys own_ids own_shares links heads num_heads capacity meta slots predicted scratch"
             ),
         ),

@@ -118,7 +118,8 @@ def _follow_states(
     keys = view_i8_rows(request.keys, len(top_ids), known.dims)
     tree = verified[TOKENS], verified[PARENTS]
     key = hidden_states.remember(known, root, *tree, emitted, keys, top_ids, top_logits)
-    cursor[0] = hidden_states.predict(known, key, np.int64(emitted[len(emitted) - 1]))
+    previous = root if len(emitted) == 1 else emitted[len(emitted) - 2]
+    cursor[0] = hidden_states.predict(known, key, np.int64(previous), np.int64(emitted[len(emitted) - 1]))
 
 
 @inlined

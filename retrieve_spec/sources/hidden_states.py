@@ -69,6 +69,7 @@ class SimilarStates:
             top_ids=stored.top_ids,
             shares=stored.shares,
             order=stored.order,
+            previous=stored.previous,
             starts=stored.starts,
             num_listed=len(stored.order),
             vocabulary=len(stored.starts) - 1,

@@ -16,10 +16,10 @@ import retrieve_spec as rs
 from retrieve_spec import distilling
 from retrieve_spec.cli import cli
 from retrieve_spec.datastore.build import add_documents, create_datastore
-from retrieve_spec.datastore.distilled import add_distilled, observed
+from retrieve_spec.datastore.distilled import add_distilled, earlier_contexts
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, retokenize_datastore
 from retrieve_spec.datastore.inspection import verify_datastore
-from retrieve_spec.datastore.observations import Observations
+from retrieve_spec.datastore.observations import Observations, keys_of_tokens
 from retrieve_spec.datastore.share import pull_datastore, push_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.distilling import distil, general_prompts
@@ -104,9 +104,9 @@ def test_what_a_model_says_later_is_added_to_its_table(store):
     assert [(entry.model, entry.tokens) for entry in store.manifest.distilled] == [("model:1", 3), ("model:2", 1)]
     assert len(distilled_tables([store])) == len(list((store.path / "distilled").iterdir())) == 2
     assert sum(path.stat().st_size for path in folder_of(store).iterdir()) < 4000, "as large as what it holds"
-    [part] = observed(store.path, store.manifest, "model:1")
-    assert part.token_ids.tolist() == [5, 6, 8] and part.top_ids.tolist() == [[7, 9], [8, 9], [8, 9]]
-    assert observed(store.path, store.manifest, "model:3") == []
+    found = earlier_contexts(store.path, store.manifest, "model:1")
+    assert sorted(found.top_ids.tolist()) == [[7, 9], *[[8, 9]] * 4] and found.counts.tolist() == [1] * 5
+    assert earlier_contexts(store.path, store.manifest, "model:3") is None
 
 
 @pytest.mark.parametrize("damage", ["sets", "entries"])
@@ -118,23 +118,23 @@ def test_a_damaged_table_is_left_out(store, caplog, damage):
     assert "not drafted from" in caplog.text and damage in caplog.text
 
 
-def test_observations_that_are_damaged_are_named(store):
+def test_nothing_is_added_to_a_damaged_table(store):
     store = keep(store, said(([5], (7, 9))))
-    path = folder_of(store) / "top_ids"
+    path = folder_of(store) / "entries"
     path.write_bytes(path.read_bytes()[::-1])
-    with pytest.raises(StoreCorruptError, match="top_ids"):
-        observed(store.path, store.manifest, "model:1")
+    with pytest.raises(StoreCorruptError, match="entries"):
+        keep(store, said(([6], (8, 9))))
 
 
 def test_a_table_without_one_of_its_files_is_a_damaged_store(store, tmp_path):
     store = keep(store, said(([5], (7, 9))))
-    (folder_of(store) / "probs").unlink()
+    (folder_of(store) / "entries").unlink()
     for change in (
         verify_datastore,
         lambda path: add_distilled(said(([6], (8, 9))), 1 << 8, path, "model:1"),
         lambda path: push_datastore(path, f"file://{tmp_path}/remote"),
     ):
-        with pytest.raises(StoreCorruptError, match="probs, got no such file"):
+        with pytest.raises(StoreCorruptError, match="entries, got no such file"):
             change(store.path)
 
 
@@ -158,7 +158,7 @@ def test_tables_are_pushed_pulled_and_merged(make_store, tmp_path):
     assert first_tokens(open_datastore(tmp_path / "pulled"), 5) == first_tokens(open_datastore(url), 5) == [7, 9]
 
     store = keep(store, said(([5, 6], (8, 9))))
-    assert push_datastore(store.path, url).files == 6, "the table's files alone are new"
+    assert push_datastore(store.path, url).files == 2, "the table's files alone are new"
     own = keep(make_store([[80, 81, 82] * 4]), said(([6], (3, 9))), "model:2")
     for joined in (tmp_path / "pulled", own.path):
         pull_datastore(url, joined)
@@ -169,7 +169,7 @@ def test_tables_are_pushed_pulled_and_merged(make_store, tmp_path):
     assert {entry.model for entry in open_datastore(tmp_path / "merged").manifest.distilled} == {"model:1", "model:2"}
 
 
-def test_tables_of_one_model_become_one_with_each_text_once(make_store, tmp_path):
+def test_tables_of_one_model_become_one(make_store, tmp_path):
     """Of two machines that went on with copies of one store."""
     url = f"file://{tmp_path}/remote"
     first, second = keep(make_store([[90, 91]]), said(([5], (7, 9)))), make_store([[80, 81]])
@@ -184,7 +184,7 @@ def test_tables_of_one_model_become_one_with_each_text_once(make_store, tmp_path
         verify_datastore(folder)
         joined = open_datastore(folder)
         assert sorted((entry.model, entry.tokens) for entry in joined.manifest.distilled) == [
-            ("model:1", 3), ("model:2", 1)
+            ("model:1", 4), ("model:2", 1)
         ]  # fmt: skip
         assert [first_tokens(joined, last)[0] for last in (4, 5, 6)] == [3, 7, 8]
 
@@ -326,17 +326,21 @@ def test_what_another_process_writes_meanwhile_is_waited_for_and_kept(reference_
     read = distil(reference_model, reference_tokenizer, store, prompts=[], texts=texts).tokens
     [before] = open_datastore(store).manifest.distilled
     lock = FileLock(store / "lock", thread_local=False)
+    eight = Observations(
+        np.ones(1, np.int32), np.ones(1, np.int64), np.arange(8, dtype=np.int32)[None], np.ones((1, 8), np.float16)
+    )
 
     def write(report):  # which has written a table, and goes on writing when the work is done
-        add_distilled(
-            Observations.joined(observed(store, open_datastore(store).manifest, before.model)), 8, store, before.model
-        )
+        add_distilled(eight, 1 << 16, store, before.model)
         lock.acquire()
         Timer(2.0, lock.release).start()
 
     distil(reference_model, reference_tokenizer, store, prompts=[], texts=texts, on_progress=write)
     [after] = open_datastore(store).manifest.distilled
-    assert after.tokens == 2 * before.tokens + read
+    found = earlier_contexts(store, open_datastore(store).manifest, before.model)
+    [at] = np.flatnonzero(found.keys == keys_of_tokens(2)[1])
+    assert found.counts[at] == 2, "asked once, and written by the other process"
+    assert after.tokens >= before.tokens + 1 + read
 
 
 def test_a_store_that_stays_locked_is_an_error_in_the_end(store, monkeypatch):

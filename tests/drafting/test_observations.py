@@ -1,8 +1,9 @@
 """Averages of what a model said after contexts, against a naive twin."""
 
 import numpy as np
+import pytest
 
-from retrieve_spec.datastore.observations import BACKOFF, Observations, averaged
+from retrieve_spec.datastore.observations import BACKOFF, Contexts, Observations, averaged, keys_of_tokens
 from retrieve_spec.kernels import recycling
 
 
@@ -63,11 +64,51 @@ def test_averages_are_those_of_every_context():
         )
 
 
-def test_a_text_that_was_observed_twice_counts_once():
-    texts = [[5, 6], [7], [5, 6], [5], [7]]
-    token_ids = np.array([token for text in texts for token in text], np.int32)
-    top_ids = np.arange(2 * len(token_ids), dtype=np.int32).reshape(-1, 2)
-    all_of_it = Observations(token_ids, np.array([2, 1, 2, 1, 1]), top_ids, np.ones(top_ids.shape, np.float16))
-    once = all_of_it.without_repeats()
-    assert once.token_ids.tolist() == [5, 6, 7, 5] and once.lengths.tolist() == [2, 1, 1]
-    assert once.top_ids.tolist() == top_ids[[0, 1, 2, 5]].tolist() and once.probs.shape == (4, 2)
+def random_observations(rng, lengths, k):
+    n = sum(lengths)
+    top_ids = np.argsort(rng.random((n, 12)), axis=1)[:, :k].astype(np.int32)
+    probs = np.sort(rng.random((n, k)) / k)[:, ::-1].astype(np.float16)
+    return Observations(rng.integers(0, 4, n).astype(np.int32), np.array(lengths), top_ids, probs)
+
+
+def distributions(contexts):
+    """Counts and {token: probability} by key."""
+    rows = zip(contexts.keys.tolist(), contexts.counts, contexts.top_ids.tolist(), contexts.probs.tolist(), strict=True)
+    return {key: (count, {t: p for t, p in zip(ids, ps, strict=True) if t >= 0}) for key, count, ids, ps in rows}
+
+
+def test_a_later_run_adds_to_averages_as_if_its_observations_had_been_there_from_the_start():
+    rng = np.random.default_rng(6)
+    first, later = random_observations(rng, [40, 1, 25], 12), random_observations(rng, [30], 12)
+    before = distributions(averaged(first))
+    found = distributions(averaged(later, averaged(first)))
+    together = distributions(averaged(Observations.joined([first, later])))
+    alone = distributions(averaged(later))
+    assert found.keys() == together.keys() and {key: count for key, (count, _) in found.items()} == {
+        key: count for key, (count, _) in together.items()
+    }
+    short = set(keys_of_tokens(4).tolist()) | {
+        int(recycling.mix(np.uint64(1 << 32), np.int32(token))) for token in range(4)
+    }
+    for key, (count, probs) in found.items():
+        if key in short:
+            assert probs == pytest.approx(together[key][1], rel=1e-3), "no smoothing: the same average"
+        elif key not in alone:
+            assert (count, probs) == before[key], "nothing new"
+        elif key in before:  # what it was smoothed towards at first stays its part
+            old, fresh = before[key], alone[key][0]
+            assert count == old[0] + fresh
+            said = {token: (old[0] + BACKOFF) * p for token, p in old[1].items()}
+            assert all(probs[token] >= p / (count + BACKOFF) - 1e-6 for token, p in said.items())
+            assert sum(probs.values()) == pytest.approx(sum(together[key][1].values()), rel=0.3)
+
+
+def test_of_a_context_in_several_tables_the_average_of_most_observations_is_kept():
+    rng = np.random.default_rng(7)
+    small, large = (averaged(random_observations(rng, [length], 3)) for length in (9, 60))
+    joined, by_small, by_large = (distributions(each) for each in (Contexts.joined([small, large]), small, large))
+    best = {key: max(found, by_large.get(key, (0, {})), key=lambda of: of[0]) for key, found in by_small.items()}
+    assert joined == by_large | best
+    assert distributions(Contexts.joined([small, large, small])) == joined, (
+        "a table that is joined twice changes nothing"
+    )

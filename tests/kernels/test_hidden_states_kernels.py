@@ -50,10 +50,10 @@ def collected(rng, transform, lengths):
     return collector.rows(), naive
 
 
-def predicted(source, known, key, token):
+def predicted(source, known, key, token, previous=0):
     """What the kernel predicts: tokens with probabilities, key, slot."""
     key = np.ascontiguousarray(key, np.int8)
-    slot = kernels.predict(known, key.__array_interface__["data"][0], token)
+    slot = kernels.predict(known, key.__array_interface__["data"][0], previous, token)
     if slot < 0:
         return None
     tokens, probs = kernels.tokens_of(known, slot), kernels.probs_of(known, slot)
@@ -90,6 +90,25 @@ def test_stored_rows_predict_as_the_list_does(rng):
     for key in transform(rng.normal(size=(20, SIZE)).astype(np.float32)):
         for token in range(WORDS + 2):
             assert is_alike(predicted(source, known, key, token), naive.predict(key.tolist(), token))
+
+
+def test_of_a_frequent_token_rows_after_the_same_token_are_compared_and_others_evenly_spaced(rng):
+    transform = transform_of(rng)
+    rows, _ = collected(rng, transform, [20_000])
+    source = SimilarStates(rows)
+    known, listed = named(source.row(12).record)["states"], source._scratch[kernels._ROWS :].view(np.int32)
+    tokens = {int(row): token for token in range(WORDS) for row in rows.order[slice(*rows.starts[token : token + 2])]}
+    for previous, token in ((3, 4), (0, 0), (11, 11), (99, 5)):
+        assert kernels._list_stored(known, previous, token) == kernels.STORED
+        found = (-1 - listed[: kernels.STORED]).tolist()
+        assert len(set(found)) == kernels.STORED and {tokens[row] for row in found} == {token}
+        after_same = [row for row in found if tokens.get(row - 1) == previous]
+        assert (
+            after_same
+            == sorted(row for row in tokens if tokens[row] == token and tokens.get(row - 1) == previous)[::-1]
+        )
+        others = [row for row in found if row not in after_same]
+        assert len({tokens.get(row - 1) for row in others}) >= WORDS - 1, "after every other token"
 
 
 def test_rows_of_the_text_are_found_too_and_the_path_is_followed(rng):
@@ -134,7 +153,7 @@ def test_predictions_continue_from_the_average_state(rng):
     record = named(source.row(12).record)
     key = np.ascontiguousarray(transform(rng.normal(size=(1, SIZE)).astype(np.float32))[0])
     cursors = np.zeros((2, source_table.CURSOR), np.int64)
-    cursors[0, 0] = kernels.predict(record["states"], key.__array_interface__["data"][0], 4)
+    cursors[0, 0] = kernels.predict(record["states"], key.__array_interface__["data"][0], 2, 4)
     for depth in range(1, kernels.DEEPEST + 2):
         levels.advance_row(record, cursors, 0, 5, cursors, 1, 1)
         if depth > kernels.DEEPEST:
@@ -157,16 +176,20 @@ def test_joined_rows_are_those_of_all_and_the_newest_are_kept(rng, monkeypatch):
     assert joined.keys.tolist() == [*first.keys.tolist(), *second.keys.tolist()]
     assert len(joined.order) == 48 + 24 and sorted(joined.order.tolist())[-1] == 74
     for token in range(WORDS):
-        mine = [part.order[part.starts[token] : part.starts[token + 1]].tolist() if token + 1 < len(part.starts) else []
+        mine = [part.order[slice(*part.starts[token : token + 2])] if token + 1 < len(part.starts) else part.order[:0]
                 for part in (first, second)]  # fmt: skip
-        assert joined.order[joined.starts[token] : joined.starts[token + 1]].tolist() == [
-            *(row + 50 for row in mine[1]), *mine[0]
-        ]  # fmt: skip
+        both = slice(*joined.starts[token : token + 2])
+        assert sorted(joined.order[both].tolist()) == [*sorted(mine[0].tolist()), *sorted((mine[1] + 50).tolist())]
+        pairs = [(before, -row) for before, row in zip(joined.previous[both], joined.order[both], strict=True)]
+        assert pairs == sorted(pairs), "by the token before, the newest first"
+    assert StateRows.joined([first, second, first]).keys.tolist() == [*second.keys.tolist(), *first.keys.tolist()], (
+        "each text once"
+    )
     other, _ = collected(rng, transform_of(rng), [10])
     assert len(StateRows.joined([other, first]).keys) == 50, "keys of another transform cannot be compared"
-    monkeypatch.setattr("retrieve_spec.datastore.state_rows.MOST_ROWS", 40)
+    monkeypatch.setattr("retrieve_spec.datastore.state_rows.MOST_ROWS", 50)
     kept = StateRows.joined([first, second])
-    assert kept.keys.tolist() == joined.keys[35:].tolist() and kept.order.min() > 0
+    assert kept.keys.tolist() == joined.keys[30:].tolist() and len(kept.order) == 19 + 24
     back = StateRows.of_arrays({name: array.reshape(-1) for name, array in kept.arrays().items()})
     assert back.keys.tolist() == kept.keys.tolist() and back.order.tolist() == kept.order.tolist()
 
@@ -184,6 +207,7 @@ def test_too_few_states_make_no_rows(rng):
         ("keys", lambda array: array[:-1]),
         ("shares", lambda array: array[:-8]),
         ("mean", lambda array: array[:-1]),
+        ("previous", lambda array: array[1:]),
         ("order", lambda array: array * 0),
         ("order", lambda array: array + 25),
         ("starts", lambda array: array + 1),
