@@ -20,7 +20,7 @@ DIMS = 64
 """Dimensions of a key."""
 _STEPS = 4.5
 """Standard deviations of a component that int8 holds; larger ones are clipped."""
-MOST_ROWS = 3 << 18
+MOST_ROWS = 5 << 17
 """Most rows; older ones give way. A row takes 112 bytes."""
 FITTED_TO, FEWEST = 1 << 14, 4 * DIMS
 """Number of states that a transform is fitted to, and the fewest."""
