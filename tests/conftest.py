@@ -29,9 +29,12 @@ FREED_BYTES = 256 << 20
 """Memory that a process gathers before it is looked for what can be freed."""
 PART, PARTS = "TESTS_PART", 3
 """Environment variable that names the part of rotating tests to run, and how many there are."""
-LAST = ("server", "datastore", "kernels")
+LAST = ("server", "kernels", "datastore")
 """Folders whose tests come last. Of two workers the second begins in the middle, among those of the server, which need
-no kernels, while the first one compiles what drafts; the second then loads it."""
+no kernels, while the first one compiles what drafts; the second then loads it. In the end one takes over tests that are
+left to the other: those of datastores, which compile little."""
+DRAFTING = {"reference", "reference_model", "server_cache"}
+"""Fixtures of the server's tests that draft, which come after its others."""
 SLOW = 3
 """How many times the limit of pyproject.toml a test marked slow may take, unless it says otherwise."""
 
@@ -71,10 +74,18 @@ def _rotate(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if item not in left_out]
 
 
+def _when(item: pytest.Item) -> tuple[int, bool]:
+    """Where a test comes in the order of all."""
+    folder = item.path.parent.name
+    if folder not in LAST:
+        return -1, False
+    return LAST.index(folder), folder == "server" and not DRAFTING.isdisjoint(item.fixturenames)
+
+
 @pytest.hookimpl(trylast=True)  # of what -k and -m chose
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _rotate(config, items)
-    items.sort(key=lambda item: ("", *LAST).index(name if (name := item.path.parent.name) in LAST else ""))
+    items.sort(key=_when)
     limit = float(config.getini("timeout"))
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
