@@ -237,8 +237,9 @@ PROMPTS = ["def add(a, b):", "class Stack:", "import os\n"]
 
 @pytest.mark.slow
 def test_a_distilled_store_drafts_from_the_first_pass_and_changes_no_text(
-    reference_model, reference_tokenizer, tmp_path
+    reference_model, reference_tokenizer, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(distilling, "_ANSWER", 64)
     report = distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=PROMPTS, texts=["x = 1\n" * 40])
     assert report.answers >= 3 and report.contexts > 100 and report.tokens > 200
     more = distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=["while True:"])
