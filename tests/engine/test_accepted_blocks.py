@@ -112,9 +112,11 @@ def ends(text: list[int], cut: int, tokenizer: Any) -> Iterator[tuple[str, dict[
     yield "criterion and end of text at once", criterion | eos, min(at_eos, cut + 1)
 
 
-@pytest.mark.parametrize(("recorded_pass", "blocks"), [("always", BLOCKS), ("off", (0, 1, 7, MOST))])
+@pytest.mark.parametrize(
+    ("recorded_pass", "blocks"), [("always", (0, 1, 2, 3, 4, 7, 8, MOST)), ("off", (0, 1, 7, MOST))]
+)
 def test_a_text_ends_inside_a_block_where_it_ends(tokenizer: Any, recorded_pass: str, blocks: Sequence[int]) -> None:
-    """At every cut of blocks of every length, by one rule or by two in the same block."""
+    """At every cut of a block, by one rule or by two in the same block."""
     plain, ours, drafter = pair(recorded_pass=recorded_pass)
     ids = prompt_of()
     text = greedy(plain, ids)[0].tolist()
