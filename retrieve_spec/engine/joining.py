@@ -234,7 +234,7 @@ def siblings_of(
 
 def _shown(row: Row) -> NDArray[np.int32]:
     """Return the (n,) int32 prompt of a row without its padding."""
-    ids: NDArray[np.int32] = row.inputs.input_ids[0].cpu().numpy().astype(np.int32)
+    ids = row.inputs.token_ids
     mask = row.inputs.model_kwargs.get("attention_mask")
     if mask is None or mask.ndim != 2 or mask.shape[1] != len(ids):
         return ids
@@ -346,7 +346,7 @@ def _text_drafters(
         TextDrafter(
             drafters,
             replace(drafts, siblings=shared),
-            row.inputs.input_ids[0].cpu().numpy().astype(np.int32) if context_ids is None else context_ids,
+            row.inputs.token_ids if context_ids is None else context_ids,
             prediction,
             on_pass=options.on_pass,
             wrap=None if ranks is None else ranks.drafter,

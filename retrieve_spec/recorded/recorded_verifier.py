@@ -96,7 +96,7 @@ class RecordedVerifier:
         self._slabs = None
         self._max_length, self._returns_cache = inputs.max_length, inputs.returns_cache
         self._past = inputs.past_length
-        self._unread = len(inputs.uncached_ids)
+        self._unread = inputs.num_uncached
         self._cache = inputs.model_kwargs.get(self.own.interface.cache_name)
         positions = inputs.model_kwargs.get("position_ids")
         self._shift = self.own.inputs.shift

@@ -120,9 +120,8 @@ class HFVerifier:
         self._call: VerifierInputs | None = inputs  # until the prompt is processed
         self.cache = SequenceCache(kwargs.pop(self.interface.cache_name, None), self.cache.state)
         self.past = inputs.past_length
-        uncached = inputs.input_ids.shape[1] - (inputs.past_length if inputs.holds_past else 0)
         self.inputs = PassInputs(
-            self.model, self.interface, self._device, inputs.input_ids, kwargs, inputs.past_length, uncached
+            self.model, self.interface, self._device, inputs.input_ids, kwargs, inputs.past_length, inputs.num_uncached
         )
         padded_state = self.cache.state is not None and self.inputs.is_padded  # layers ignore a single token's mask
         self.whole_prompts = self.interface.needs_whole_prompts or bool(self.inputs.names) or padded_state

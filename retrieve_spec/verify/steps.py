@@ -194,7 +194,7 @@ class StepVerifier:
 
     def start(self, inputs: VerifierInputs) -> None:
         """Begin a generation."""
-        unread = len(inputs.uncached_ids)
+        unread = inputs.num_uncached
         self._steps = SingleSteps(self.model, inputs.input_ids, inputs.model_kwargs, unread=unread)
         self._held = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -43,7 +44,7 @@ def is_absent(value: Any) -> bool:
     return value is None or (isinstance(value, Mapping) and not value)
 
 
-@dataclass(slots=True)
+@dataclass
 class VerifierInputs:
     """What a generation starts from, as `generate` prepared it (one row for now; every tensor keeps its batch axis).
 
@@ -71,11 +72,20 @@ class VerifierInputs:
     max_length: int = 0
     returns_cache: bool = True
 
+    @cached_property
+    def token_ids(self) -> NDArray[np.int32]:
+        """(L,) int32, `input_ids` on the host; read only."""
+        return self.input_ids[0].cpu().numpy().astype(np.int32)
+
+    @property
+    def num_uncached(self) -> int:
+        """Tokens of `input_ids` that the cache does not hold."""
+        return self.input_ids.shape[1] - (self.past_length if self.holds_past else 0)
+
     @property
     def uncached_ids(self) -> NDArray[np.int32]:
-        """(m,) int32, the tokens of the first passes: those of `input_ids` that the cache does not hold."""
-        skip = self.past_length if self.holds_past else 0
-        return self.input_ids[0, skip:].cpu().numpy().astype(np.int32)
+        """(m,) int32, these tokens, which the first passes read."""
+        return self.token_ids[len(self.token_ids) - self.num_uncached :]
 
     def why_not_text(self, cache_name: str) -> str:
         """Why a generation is more than a text over a `DynamicCache`; empty when it is not."""
