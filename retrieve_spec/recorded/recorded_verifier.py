@@ -101,7 +101,7 @@ class RecordedVerifier:
         positions = inputs.model_kwargs.get("position_ids")
         self._shift = self.own.inputs.shift
         self._in_a_row = positions is None or bool((positions.diff() == 1).all())  # no padding inside
-        self.pass_reason = self._why_not(inputs)
+        self.pass_reason = self._why_not()
 
     def fresh(self, state: ModelState | None = None, signatures: SignatureModes | None = None) -> RecordedVerifier:
         """Another verifier of the same recording, for another text.
@@ -112,9 +112,9 @@ class RecordedVerifier:
         own.signatures = signatures or own.signatures
         return RecordedVerifier(self.model, own, self.recorded, self.graphs, state or self._state)
 
-    def _why_not(self, inputs: VerifierInputs) -> str:
+    def _why_not(self) -> str:
         """Return why a generation is left to the verifier of the model's own forward; empty where it is not."""
-        if why := self.own.reason if self.own.mode != "tree" else inputs.why_not_text(self.own.interface.cache_name):
+        if why := self.own.reason if self.own.mode != "tree" else self.own.why_not_text:
             return why
         interface = self.own.interface
         if interface.rope_rescans and self._past + self._unread > interface.rope_switch:

@@ -60,8 +60,10 @@ class HFVerifier:
         The arguments of the generation's passes.
     batch
         The `PaddedBatch` that it may share passes through, or None.
+    why_not_text
+        Why the generation is more than a text over a `DynamicCache`; empty when it is not.
     is_plain_text
-        Whether the generation is a text over a `DynamicCache`, with positions that are one on all axes.
+        Whether it is such a text, with positions that are one on all axes.
     """
 
     batching: Batching = "padded"
@@ -125,7 +127,8 @@ class HFVerifier:
         )
         padded_state = self.cache.state is not None and self.inputs.is_padded  # layers ignore a single token's mask
         self.whole_prompts = self.interface.needs_whole_prompts or bool(self.inputs.names) or padded_state
-        self.is_plain_text = self.inputs.shifts_alike and not inputs.why_not_text(self.interface.cache_name)
+        self.why_not_text = inputs.why_not_text(self.interface.cache_name)
+        self.is_plain_text = not self.why_not_text and self.inputs.shifts_alike
         self._signature = InputSignature.of(self.model.config, self.inputs)
         self._call_mode = self._strongest_mode()
         self.mode, self.reason = self._call_mode
