@@ -360,14 +360,11 @@ def forward_together(
 
 def _attend_apart(laid: Sequence[LaidOut], parts: Sequence[Attend]) -> Attend:
     """Attention of a pass over several texts, each by its own (`RecordedVerifier.attend`)."""
-    ends = np.cumsum([len(text.ids) for text in laid]).tolist()
-    spans = [slice(end - len(text.ids), end) for text, end in zip(laid, ends, strict=True)]
+    rows = [len(text.ids) for text in laid]
 
     def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
-        outs = []
-        for span, part in zip(spans, parts, strict=True):
-            outs.append(part(query[:, :, span], keys[:, :, span], values[:, :, span], layer))
-        return torch.cat(outs, dim=1)
+        by_text = zip(parts, *(torch.split(every, rows, 2) for every in (query, keys, values)), strict=True)
+        return torch.cat([part(*own, layer) for part, *own in by_text], dim=1)
 
     return attend
 
