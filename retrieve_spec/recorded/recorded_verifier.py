@@ -411,20 +411,11 @@ def run_pass(
         return (*packed.outputs, Ran.EAGER)
     ids = np.concatenate([text.ids for text in laid]).astype(np.int64)
     positions = np.concatenate([text.depths + text.position for text in laid])
-    together: Attend | RowTexts = attend[0]
-    if (
-        recorded.attends_rows
-        and (
-            attends_fast_for_many(recorded.row_dtype)
-            or rows <= _FEW_ROWS * len(laid)
-            or recorded.exact
-            or any(text.drafts for text in laid)
-        )
-        and {text.cache.host_dtype for text in laid} == {recorded.row_dtype}
-    ):
+    together: Attend | RowTexts
+    if _attends_rows(recorded, laid, rows):
         together = _row_texts(laid)
-    elif len(laid) > 1:
-        together = _attend_apart(laid, attend)
+    else:
+        together = attend[0] if len(laid) == 1 else _attend_apart(laid, attend)
     some: slice | torch.Tensor = ALL
     if wanted is not None:
         ends_it = len(wanted) == rows - wanted[0]
@@ -434,9 +425,19 @@ def run_pass(
 
 
 _FEW_ROWS = 64
-"""Average rows of a text up to which a recorded pass without drafts uses its own attention, although torch's is faster
-for many rows. Passes with drafts always use their own, so that drafts change no bit, and so do exact passes.
-"""
+"""Average rows of a text up to which a recorded pass uses its own attention although torch's is faster for many."""
+
+
+def _attends_rows(recorded: RecordedPass, laid: Sequence[LaidOut], rows: int) -> bool:
+    """Whether a pass over so many rows uses its own attention.
+
+    Passes with drafts always do, so that drafts change no bit, and so do exact passes.
+    """
+    if not recorded.attends_rows or any(text.cache.host_dtype != recorded.row_dtype for text in laid):
+        return False
+    if recorded.exact or any(text.drafts for text in laid):
+        return True
+    return attends_fast_for_many(recorded.row_dtype) or rows <= _FEW_ROWS * len(laid)
 
 
 def _row_texts(laid: Sequence[LaidOut]) -> RowTexts:
