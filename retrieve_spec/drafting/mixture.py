@@ -169,7 +169,7 @@ class MixtureDrafter(ScopedDrafter):
         top = np.zeros((len(tree) + 1, trial.top_k))
         trial.observe(VerifiedPass(tree, text[:0], text[:1], top.astype(np.int32), top.astype(np.float32)))
         trial.propose(Budget(4, 4))
-        trial.observe(VerifiedPass(DraftTree(), text[:0], text[:1] + 9))
+        trial.observe(VerifiedPass(NO_DRAFT, text[:0], text[:1] + 9))
         trial.finish()
 
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:

@@ -104,7 +104,7 @@ class TextDrafter:
         """Let a drafter read the text so far."""
         drafter.start(self._context_ids, self._prediction_ids)
         if self._observed:
-            drafter.observe(VerifiedPass(DraftTree(), np.empty(0, np.int32), np.concatenate(self._observed)))
+            drafter.observe(VerifiedPass(NO_DRAFT, np.empty(0, np.int32), np.concatenate(self._observed)))
 
     @property
     def drafts(self) -> bool:

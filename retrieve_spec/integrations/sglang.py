@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
-from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.errors import ConfigError, require
 from retrieve_spec.integrations.hosted import Hosted, Options
 from retrieve_spec.integrations.serving import Shape
@@ -271,7 +271,7 @@ class TreeCorpus(Corpus):
         for i, request in enumerate(requests):
             token_ids[i, 0] = (latest[i] or request.output_ids or request.origin_input_ids_unpadded)[-1]
             parent[i, 0] = -1
-            _fill(token_ids[i], parent[i], drafts.get(i, DraftTree()))
+            _fill(token_ids[i], parent[i], drafts.get(i, NO_DRAFT))
         return token_ids, parent
 
     def _draft(self, requests: Many[Any], latest: Many[Many[int]]) -> dict[int, DraftTree]:

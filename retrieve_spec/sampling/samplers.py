@@ -18,7 +18,7 @@ from transformers.generation import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from retrieve_spec.drafting.drafter import NoiseKey
-from retrieve_spec.drafting.tree import DraftTree
+from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
 from retrieve_spec.errors import ConfigError, in_a_line
 from retrieve_spec.kernels.sampling import noise_key
 from retrieve_spec.sampling.acceptance import (
@@ -65,7 +65,7 @@ def draws_alike(device: str) -> bool:
     try:
         for warpers in (Warpers(0.7), Warpers(0.7, top_k=40), Warpers(top_p=0.9, min_p=0.01)):
             host = RandomSampler(warpers, seed=0)
-            drawn = int(draw(scores.to(device), DeviceSampler(host).rules(text, DraftTree()))[0])
+            drawn = int(draw(scores.to(device), DeviceSampler(host).rules(text, NO_DRAFT))[0])
             if drawn != (expected := host.choose(read_logits(scores, 1), 0, text)):
                 raise ValueError(f"token {drawn} instead of {expected} by {warpers}")
     except Exception as error:  # the compiler may raise anything; the host draws the same
@@ -122,7 +122,7 @@ class DeviceSampler:
         """(1 + n,) `RULES` for the draws after the root and after each node."""
         assert isinstance(self.host, RandomSampler)
         seed, row, position = self.host.noise_at(text)
-        deepest = int(tree.depth.max()) if len(tree) else 0
+        deepest = int(tree.depth.max(initial=0))
         by_depth = np.array([int(noise_key(seed, row, position + d)) for d in range(deepest + 1)], np.uint64)
         warpers = self._warpers
         rules = np.empty(1 + len(tree), RULES)
@@ -190,8 +190,7 @@ def read_sampled(
 
 def path_tokens(tree: DraftTree, root: int) -> NDArray[np.int64]:
     """(1 + n, depth) int64: the tokens on the path to the root and to each node, filled up with the root's token."""
-    deepest = int(tree.depth.max()) if len(tree) else 0
-    paths = np.full((1 + len(tree), max(deepest, 1)), root, np.int64)
+    paths = np.full((1 + len(tree), tree.depth.max(initial=1)), root, np.int64)
     for i in range(len(tree)):
         paths[1 + i] = paths[1 + tree.parent[i]]
         paths[1 + i, tree.depth[i] - 1] = tree.token_ids[i]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from retrieve_spec.config import MAX_NODES
 from retrieve_spec.drafting.drafter import Budget, Layer, VerifiedPass
 from retrieve_spec.drafting.scoped import ScopedDrafter
-from retrieve_spec.drafting.tree import ROOT, DraftTree
+from retrieve_spec.drafting.tree import NO_DRAFT, ROOT, DraftTree
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.session import SessionMemory
 
@@ -87,7 +87,7 @@ class TreeBuilder:
     def tree(self) -> DraftTree:
         """Depth-first order, the most probable child first; of equals, the one that was added first."""
         if not self.tokens:
-            return DraftTree()
+            return NO_DRAFT
         order: list[int] = []
         waiting = [ROOT]
         while waiting:
@@ -162,7 +162,7 @@ class PublishedDrafter(ScopedDrafter):
         """Draft by the rule, cut to the budget's nodes and depth."""
         builder = TreeBuilder(min(budget.max_nodes, self.nodes, MAX_NODES), budget.max_depth)
         if builder.max_nodes <= 0 or builder.max_depth <= 0 or not self.text:
-            return DraftTree()
+            return NO_DRAFT
         with self._at_rest:
             self._draft(builder)
         return self._proposed(builder)
