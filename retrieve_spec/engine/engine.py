@@ -173,8 +173,13 @@ def passes_over(sequences: Many[Sequence]) -> Iterator[list[Sequence]]:
 
 def pads(batch: Many[Sequence]) -> bool:
     """Whether a pass over a batch takes as many rows for each sequence as for the one that needs most."""
-    passes = _passes_of(batch[0]) if len(batch) > 1 else None
+    passes = _shared_by(batch)
     return passes is not None and passes.pads
+
+
+def _shared_by(batch: Many[Sequence]) -> SharedPasses | None:
+    """Return the passes that a batch shares; None for one sequence alone, or where each needs passes of its own."""
+    return _passes_of(batch[0]) if len(batch) > 1 else None
 
 
 def _passes_of(sequence: Sequence) -> SharedPasses | None:
@@ -185,7 +190,7 @@ def _together(
     batch: list[Sequence], roots: Many[NDArray[np.int32]], trees: Many[DraftTree], keeps: Many[int] | None = None
 ) -> list[VerifierOutput] | None:
     """Run one pass over a batch and return its outputs; None where each sequence needs a pass of its own."""
-    passes = _passes_of(batch[0]) if len(batch) > 1 else None
+    passes = _shared_by(batch)
     if passes is None:
         return None
     try:
