@@ -194,7 +194,7 @@ def sync_datastore(
 
 
 def _without_documents(store: Path, tokenizer: Any, config: StoreConfig | None) -> Datastore:
-    """Create the tokenizer of a new store; return a manifest without segments."""
+    """Return a new store without documents, after writing its tokenizer."""
     settings = checked(config or StoreConfig(), tokenizer)
     return open_segments(store, first_manifest(store, tokenizer, settings), as_written=True)
 
