@@ -416,9 +416,9 @@ class Requests(Answers[Finished]):
         own: dict[str, Any] = dict(request) if isinstance(request, Mapping) else {"inputs": request}
         arguments = self._common | own
         tokenizer = arguments["tokenizer"] = arguments.get("tokenizer") or self._speculation.tokenizer
-        inputs = arguments.pop("inputs", None)
-        arguments = as_inputs(arguments if inputs is None else arguments | as_inputs(inputs, tokenizer, self._model),
-                              tokenizer, self._model)  # fmt: skip
+        if (inputs := arguments.pop("inputs", None)) is not None:
+            arguments |= as_inputs(inputs, tokenizer, self._model)
+        arguments = as_inputs(arguments, tokenizer, self._model)
         ids = arguments.get("input_ids")
         if ids is None or len(ids) != 1:
             got = "none" if ids is None else f"{len(ids)} rows"
@@ -437,22 +437,10 @@ class Requests(Answers[Finished]):
         if any(id(other) in self._under_way for other in job.sequences):
             return
         self._speculation.ended(*job.sequences)
-        outputs = tuple(
-            self._completion(s.text.new_ids, job.tokenizer, s.report, log_probs_of(s)) for s in job.sequences
-        )  # fmt: skip
+        outputs = tuple(_completion(s.text.new_ids, job.tokenizer, s.report, log_probs_of(s)) for s in job.sequences)
         error = next((s.error for s in job.sequences if isinstance(s.error, Exception)), None)
         cancelled = job.index in self._cancelled and any(s.status is Status.CANCELLED for s in job.sequences)
         self._over.append(Finished(job.index, job.request, outputs, error, cancelled))
-
-    def _completion(
-        self, ids: Any, tokenizer: Any, report: GenerationReport, both: NDArray[np.float32] | None = None
-    ) -> Completion:
-        """What was written, with its text and log-probabilities (2, n)."""
-        new_ids = np.asarray(ids, np.int32)
-        text = ""
-        if tokenizer is not None:
-            text = tokenizer.decode(new_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return Completion(new_ids, text, report, *(() if both is None else both[:, : len(new_ids)]))
 
     def _delegated(
         self, index: int, request: Any, arguments: dict[str, Any], options: CallOptions, reason: str
@@ -460,12 +448,21 @@ class Requests(Answers[Finished]):
         """Let the original `generate` answer a request, for a reason."""
         report, rows, both = delegate(self._model, arguments, reason, options)
         ends, tokenizer = setting(self._model, arguments, "eos_token_id"), arguments["tokenizer"]
-        noted_rows = [None] * len(rows) if both is None else both.cpu().numpy()
-        outputs = [
-            self._completion(_until(row, ends), tokenizer, report, logprobs)
-            for row, logprobs in zip(rows, noted_rows, strict=True)
-        ]
-        return Finished(index, request, tuple(outputs))
+        log_probs = [None] * len(rows) if both is None else both.cpu().numpy()
+        outputs = tuple(
+            _completion(_until(row, ends), tokenizer, report, own) for row, own in zip(rows, log_probs, strict=True)
+        )
+        return Finished(index, request, outputs)
+
+
+def _completion(
+    ids: NDArray[np.int64], tokenizer: Any, report: GenerationReport, both: NDArray[np.float32] | None
+) -> Completion:
+    """What was written, (n,), with its text and log-probabilities (2, n)."""
+    new_ids, text = ids.astype(np.int32), ""
+    if tokenizer is not None:
+        text = tokenizer.decode(new_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return Completion(new_ids, text, report, *(() if both is None else both[:, : len(new_ids)]))
 
 
 def _until(row: torch.Tensor, ends: Any) -> NDArray[np.int64]:
