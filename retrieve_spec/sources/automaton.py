@@ -39,8 +39,6 @@ class SuffixAutomaton:
     def __init__(self, capacity: int = 1024, shortest: int = 0, exact: bool = False) -> None:
         self._capacity = max(capacity, 16)
         self._shortest = shortest
-        self.moved = 0
-        """Number of times an array was replaced by a larger one."""
         self._row: Row | None = None  # of the current arrays
         self.states: NDArray[np.int32] = np.empty((2 * self._capacity, 5), np.int32)
         self.edges: NDArray[np.int32] = np.empty((self._capacity, 6), np.int32)
@@ -64,11 +62,9 @@ class SuffixAutomaton:
         token_ids
             (n,) int32.
         """
-        done = kernels.extend(self.states, self.edges, self.slots, self.meta, token_ids)
-        while done < len(token_ids):
+        while (done := kernels.extend(self.states, self.edges, self.slots, self.meta, token_ids)) < len(token_ids):
             self._grow()
             token_ids = token_ids[done:]
-            done = kernels.extend(self.states, self.edges, self.slots, self.meta, token_ids)
 
     def _grow(self) -> None:
         """Enlarge a full array by half; the hash table always has room for all edges.
@@ -76,7 +72,6 @@ class SuffixAutomaton:
         Cut short by an interruption at any line, it leaves an automaton that can be read and extended.
         """
         num_states, num_edges = int(self.meta[kernels.M_STATES]), int(self.meta[kernels.M_EDGES])
-        self.moved += 1
         self._row = None
         if num_states + 2 > len(self.states):
             self.states = _grown(self.states, num_states)
