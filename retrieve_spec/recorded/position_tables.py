@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ _ROOM = 1024
 
 
 class PositionTables:
-    """Results of a function of positions, for a range of these.
+    """Results of a function of positions, for the range of all that were looked up.
 
     Parameters
     ----------
@@ -23,7 +24,7 @@ class PositionTables:
     def __init__(self, compute: functools.partial[Any]) -> None:
         self._compute = compute
         self._seen: list[torch.Tensor] = []  # copies of what the function read
-        self._begin = self._end = 0
+        self._begin, self._end = sys.maxsize, 0
         self._tables: list[torch.Tensor] = []
 
     def look_up(self, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -32,10 +33,10 @@ class PositionTables:
         low, high = int(numbers.min()), int(numbers.max())
         known = self._begin <= low and high < self._end
         if not known or not all(map(torch.equal, self._compute.args, self._seen)):
-            self._fill(low, high + _ROOM)
+            self._fill(min(low, self._begin), max(high + _ROOM, self._end))
         return torch.from_numpy(numbers - self._begin), *self._tables
 
     def _fill(self, begin: int, end: int) -> None:
-        self._seen = [tensor.clone() for tensor in self._compute.args]
-        results = self._compute(torch.arange(begin, end)[None])
-        self._begin, self._end, self._tables = begin, end, [result[0, 0].contiguous() for result in results]
+        seen = [tensor.clone() for tensor in self._compute.args]
+        tables = [result[0, 0].contiguous() for result in self._compute(torch.arange(begin, end)[None])]
+        self._seen, self._begin, self._end, self._tables = seen, begin, end, tables
