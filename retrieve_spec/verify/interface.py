@@ -299,7 +299,8 @@ def catch_hidden(model: Any, layer: Layer | None) -> Iterator[list[torch.Tensor]
     Parameters
     ----------
     layer
-        `"last"`: what goes into the output embeddings. N: what the N-th block hands on. None: nothing.
+        `"last"`: what goes into the output embeddings, nothing if the model names none. N: what the N-th block hands
+        on. None: nothing.
 
     Yields
     ------
@@ -307,13 +308,12 @@ def catch_hidden(model: Any, layer: Layer | None) -> Iterator[list[torch.Tensor]
         The caught tensors, one per forward.
     """
     caught: list[torch.Tensor] = []
-    if layer is None:
-        yield caught
-        return
+    hook: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if layer == "last":
         head = model.get_output_embeddings()
-        hook = head.register_forward_pre_hook(lambda _module, args: caught.append(args[0]))
-    else:
+        if head is not None:
+            hook = head.register_forward_pre_hook(lambda _module, args: caught.append(args[0]))
+    elif layer is not None:
         block = decoder_blocks(model)[layer - 1]
         hook = block.register_forward_hook(
             lambda _module, _args, out: caught.append(out[0] if isinstance(out, tuple) else out)

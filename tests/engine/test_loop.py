@@ -56,6 +56,16 @@ def test_every_kind_of_call_shows_its_passes(tiny: Any, prompt: torch.Tensor, an
     assert emitted == answer[prompt.shape[1] :].tolist()
 
 
+def test_passes_of_a_model_that_names_no_output_embeddings_are_shown_without_hidden_states(
+    tiny: Any, prompt: torch.Tensor, answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny, "get_output_embeddings", lambda: None)
+    rs.accelerate(tiny, drafter=ScriptedDrafter(answer), nodes=16, recorded_pass="off")
+    shown: list[Any] = []
+    assert torch.equal(tiny.generate(prompt, **GREEDY, on_pass=shown.append)[0], answer)
+    assert len(shown) < 24 and all(verified.hidden is None for verified in shown)
+
+
 @pytest.mark.parametrize(("recorded_pass", "most"), [("off", 1024), ("always", 256)])
 def test_trees_are_as_wide_as_passes_may_be(
     tiny: Any, prompt: torch.Tensor, answer: Any, recorded_pass: str, most: int
