@@ -2,7 +2,9 @@
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from itertools import islice
 from threading import Timer
 
@@ -19,6 +21,7 @@ from retrieve_spec.datastore.build import add_documents, create_datastore
 from retrieve_spec.datastore.distilled import add_distilled, earlier_contexts
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, retokenize_datastore
 from retrieve_spec.datastore.inspection import verify_datastore
+from retrieve_spec.datastore.manifest import write_manifest
 from retrieve_spec.datastore.observations import Observations, keys_of_tokens
 from retrieve_spec.datastore.share import pull_datastore, push_datastore
 from retrieve_spec.datastore.store import open_datastore
@@ -107,6 +110,23 @@ def test_what_a_model_says_later_is_added_to_its_table(store):
     found = earlier_contexts(store.path, store.manifest, "model:1")
     assert sorted(found.top_ids.tolist()) == [[7, 9], *[[8, 9]] * 4] and found.counts.tolist() == [1] * 5
     assert earlier_contexts(store.path, store.manifest, "model:3") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("sets", 0), ("sets", 32), ("sets", 24 * 8), ("entries", 8), ("entries", 0)]
+)
+def test_a_table_whose_files_do_not_fit_each_other_is_left_out(store, caplog, name, size):
+    """Sizes and checksums are as the manifest says, as of a store that somebody else has made."""
+    store = keep(store, said(([5], (7, 9))))
+    [entry] = store.manifest.distilled
+    path = folder_of(store) / name
+    content = (path.read_bytes() * 9)[:size]
+    path.unlink()  # the store's readers may have mapped it
+    path.write_bytes(content)
+    files = entry.files | {name: replace(entry.files[name], bytes=size, sha256=sha256(content).hexdigest())}
+    write_manifest(store.path, replace(store.manifest, distilled=(replace(entry, files=files),)))
+    assert distilled_tables([open_datastore(store.path)]) == []
+    assert "not drafted from" in caplog.text and "contexts" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["sets", "entries"])
