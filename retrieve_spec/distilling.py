@@ -162,7 +162,7 @@ def distil(
             on_progress,
         )
         try:
-            work.ask_each_token(earlier)
+            work.ask_each_token(earlier.keys)
             for text in texts:
                 work.read(text)
             work.ask(general_prompts(earlier.tokens) if prompts is None else prompts)
@@ -186,18 +186,15 @@ class _Earlier:
 
     Attributes
     ----------
-    known
-        int32 tokens after which its table tells what follows.
-    vocabulary
-        Number of tokens that the store may know.
+    keys
+        uint64 keys of the contexts in its table.
     tokens
         Number of tokens that it was distilled from.
     transform
         Of its state rows, if any.
     """
 
-    known: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    vocabulary: int = 1
+    keys: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     tokens: int = 0
     transform: KeyTransform | None = None
 
@@ -209,9 +206,8 @@ class _Earlier:
             manifest = open_datastore(store, tokenizer=tokenizer).manifest
             contexts, states = earlier_contexts(store, manifest, model), earlier_states(store, manifest, model)
             if contexts is not None:
-                known = np.flatnonzero(np.isin(keys_of_tokens(manifest.vocabulary), contexts.keys)).astype(np.int32)
                 transform = states[0].transform if states else None
-                found = cls(known, manifest.vocabulary, tokens_of(manifest, model), transform)
+                found = cls(contexts.keys, tokens_of(manifest, model), transform)
         else:
             check_folder(store)
         with writer(store):
@@ -281,16 +277,18 @@ class _Work:
         asked = 0 if self._bigrams is None else len(self._bigrams.known)
         return DistilReport(len(self.answers), self.tokens, 0, seconds, pace, asked)
 
-    def ask_each_token(self, earlier: _Earlier) -> None:
-        """Learn what the model says after each token alone, its bigrams, except after those that the store has.
+    def ask_each_token(self, earlier: NDArray[np.uint64]) -> None:
+        """Learn what the model says after each token alone, its bigrams, unless all are among earlier contexts.
 
         Engines that cannot be asked for logits have them from the store.
         """
-        bigrams = self._bigrams
-        if bigrams is not None and len(earlier.known) < min(len(bigrams.entries), earlier.vocabulary):
+        if self._bigrams is None:
+            return
+        is_new = ~np.isin(keys_of_tokens(len(self._bigrams.entries)), earlier)
+        if is_new.any():
             learn_bigrams(self._model.speculation, self._has_time, math.inf)
-            tokens = np.setdiff1d(bigrams.known, earlier.known)
-            top_ids, shares = bigrams.top(tokens)
+            tokens = self._bigrams.known[is_new[self._bigrams.known]]
+            top_ids, shares = self._bigrams.top(tokens)
             self.observed.append(Observations(tokens, np.ones(len(tokens), np.int64), top_ids, shares))
 
     def read(self, text: str) -> None:
