@@ -18,7 +18,6 @@ from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.fingerprint import load_tokenizer
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
-from retrieve_spec.drafting.tree import ROOT, DraftTree
 from retrieve_spec.errors import ConfigError, TraceError
 from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.sources import SOURCE_NAMES
@@ -136,7 +135,7 @@ class Replay:
             began = time.perf_counter()
             tree = self.drafter.propose(Budget(self.nodes, len(output) - at, self._cost))
             proposed = time.perf_counter()
-            path = walk(tree, output[at:])
+            path = tree.path_along(output[at:])
             emitted = output[at : at + len(path) + 1]
             verified = VerifiedPass(tree, path, emitted)
             middle = time.perf_counter()
@@ -173,20 +172,6 @@ class Replay:
             },
             "accepted_by_source": dict(sorted(self._accepted.items())),
         }
-
-
-def walk(tree: DraftTree, output: Ids) -> Ids:
-    """Return the nodes on the recorded output's path; leave its last token as the bonus token."""
-    path, at = list[int](), ROOT
-    edges = zip(tree.parent.tolist(), tree.token_ids.tolist(), strict=True)
-    children = {edge: node for node, edge in enumerate(edges)}
-    for token in output.tolist():
-        node = children.get((at, token))
-        if node is None:
-            break
-        path.append(node)
-        at = node
-    return np.array(path, np.int32)
 
 
 def halves(rows: Iterable[TraceRow]) -> tuple[list[TraceRow], list[TraceRow]]:

@@ -10,7 +10,7 @@ what the pass showed. `MixtureDrafter` drafts from all sources at once::
     while generating:
         tree = drafter.propose(Budget(max_nodes=32, max_depth=16))
         ...                                       # one pass over the last token and all nodes: `tree.ancestors`
-        drafter.observe(VerifiedPass(tree, path, emitted, top_ids, top_logits))
+        drafter.observe(VerifiedPass(tree, tree.path_along(emitted), emitted, top_ids, top_logits))
     drafter.finish()
 """
 

@@ -24,6 +24,7 @@ from retrieve_spec.kernels.treemask import (
     PARENTS,
     SOURCES,
     TOKENS,
+    find_child,
     visible_rows,
 )
 
@@ -195,6 +196,16 @@ class DraftTree:
         assert (self.depth == above + 1).all(), "a depth is not its parent's plus one"
         pairs = set(zip(self.parent.tolist(), self.token_ids.tolist(), strict=True))
         assert len(pairs) == n, "two siblings carry the same token"
+
+    def path_along(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the (a,) int32 nodes from the root down that carry the first of some tokens (e,)."""
+        path: list[int] = []
+        for token in token_ids.tolist():
+            child = find_child(self.parent, self.token_ids, path[-1] if path else ROOT, token)
+            if child < 0:
+                break
+            path.append(child)
+        return np.array(path, np.int32)
 
     def first(self, n: int) -> DraftTree:
         """Return the first ``n`` nodes, which are a tree, because parents come first."""

@@ -25,7 +25,6 @@ from retrieve_spec.engine.budget import Backoff, CostModel, Costs, Seconds, with
 from retrieve_spec.engine.draft_batch import BatchBudget, draft_batch
 from retrieve_spec.errors import ConfigError, PromptError, RequestError, RetrieveSpecError, in_a_line, require
 from retrieve_spec.kernels.batch import PLAN
-from retrieve_spec.kernels.treemask import find_child
 from retrieve_spec.sources.answers import AnswerMemory, answers_by_scope
 from retrieve_spec.sources.session import SessionMemory, token_ids_of
 
@@ -234,7 +233,7 @@ class ServingDrafter:
             tree, state.tree = state.tree, NO_DRAFT
             if verified is not None and verified < len(tree):
                 tree = tree.first(verified)
-            path = _path_of(tree, emitted)
+            path = tree.path_along(emitted)
             state.row.observe(VerifiedPass(tree, path, emitted))
             self._counts["accepted"] += len(path)
             self._counts["emitted"] += len(emitted)
@@ -520,17 +519,6 @@ def _per_row(value: int | Many[int], rows: int, name: str) -> list[int]:
     values = [int(value)] * rows if isinstance(value, int | np.integer) else list(value)
     require(len(values) == rows, f"{name} for {rows} requests", values, "Give one number, or one for each.")
     return values
-
-
-def _path_of(tree: DraftTree, emitted: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the (a,) int32 nodes of a tree along tokens (e,)."""
-    path: list[int] = []
-    for token in emitted.tolist():
-        child = find_child(tree.parent, tree.token_ids, path[-1] if path else -1, token)
-        if child < 0:
-            break
-        path.append(child)
-    return np.array(path, np.int32)
 
 
 def _open_folder(folder: str | os.PathLike[str]) -> Path:

@@ -3,7 +3,6 @@ import pytest
 from checked_drafts import check_draft
 from number_tokens import number_tokenizer
 
-from retrieve_spec.bench.replay import walk
 from retrieve_spec.datastore.build import build_datastore
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
@@ -51,7 +50,7 @@ class Run:
             budget = self.budget(len(output) - at)
             tree = self.drafter.propose(budget)
             check_draft(tree, budget)
-            path = walk(tree, output[at:])
+            path = tree.path_along(output[at:])
             emitted = output[at : at + len(path) + 1]
             top = self.top(tree, output[: at + 1]) if self.top else (None, None)
             hidden = np.tile(self.hidden(output[: at + len(path)]), (len(tree) + 1, 1)) if self.hidden else None

@@ -28,6 +28,16 @@ def test_paths_are_merged(paths):
     assert tree.expected_accepted == len(tree)
 
 
+@given(PATHS, st.lists(st.integers(0, 3), max_size=8))
+def test_tokens_are_followed_as_far_as_the_tree_has_them(paths, tokens):
+    tree = DraftTree.from_paths(paths)
+    found = paths_of(tree)
+    known = max((n for n in range(1, len(tokens) + 1) if tokens[:n] in found), default=0)
+    path = tree.path_along(np.array(tokens, np.int32))
+    assert path.dtype == np.int32
+    assert [found[node] for node in path] == [tokens[:n] for n in range(1, known + 1)]
+
+
 @given(PATHS, st.integers(0, 70))
 def test_a_pass_sees_its_root_tokens_first_and_a_node_its_ancestors_and_itself(paths, roots):
     tree = DraftTree.from_paths(paths)

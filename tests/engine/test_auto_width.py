@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from retrieve_spec.bench.replay import walk
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.mixture import MixtureDrafter
@@ -55,7 +54,7 @@ def tokens_per_second(curve: dict[str, float], sure: float, nodes: int | None) -
         while at < len(text) - 1:
             cost = None if nodes is not None else costs.seconds(1, at)
             tree = drafter.propose(Budget(MAX_NODES if nodes is None else nodes, len(text) - at - 1, cost))
-            path = walk(tree, text[at : len(text) - 1])
+            path = tree.path_along(text[at : len(text) - 1])
             emitted = text[at : at + len(path) + 1]
             drafter.observe(VerifiedPass(tree, path, emitted))
             pass_seconds = took(len(tree))

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_model import distilled_store, repeating_texts
 
-from retrieve_spec.bench.replay import walk
 from retrieve_spec.config import SpeculationConfig
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.calibration import Calibration
@@ -89,7 +88,7 @@ class Twins:
 
     def feed(self, name, emitted):
         tree = self.trees.pop(name)
-        self.drafters[name].observe(VerifiedPass(tree, walk(tree, emitted), emitted))
+        self.drafters[name].observe(VerifiedPass(tree, tree.path_along(emitted), emitted))
 
     def draft(self, names, nodes, depth):
         for name in names:
@@ -132,7 +131,7 @@ def test_drafts_are_those_of_a_mixture_drafter_for_each_row(distilled, seed, row
             for name, text, tree in zip(names, written, trees, strict=True):
                 tree.validate()
                 assert distils or remembers or predicted or set(tree.token_ids.tolist()) <= set(text.tolist())
-                accepted = len(walk(tree, text[at[name] :]))
+                accepted = len(tree.path_along(text[at[name] :]))
                 emitted = text[at[name] : at[name] + accepted + 1]
                 assert serving.feed(name, emitted) == accepted
                 twins.feed(name, emitted)
