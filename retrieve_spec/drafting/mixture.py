@@ -175,15 +175,10 @@ class MixtureDrafter(ScopedDrafter):
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
         """Begin a request: forget the last text, read the prompt and the expected text."""
         sources, session = self.sources, self.session
-        sources.context.reset()
-        sources.unigrams.reset()
-        if sources.alignments is not None:
-            sources.alignments.reset()
+        sources.reset()
         sources.prediction = Prediction(prediction_ids) if prediction_ids is not None and len(prediction_ids) else None
-        if sources.recycling is not None and session is None:
-            sources.recycling.reset()
-        if sources.states is not None:
-            sources.states.reset()
+        if session is None:
+            self.forget_logits()
         self._transcript, self._pending = Transcript(session), PendingPasses()
         self._policy.begin_request()
         self._asked = False  # the last pass over another text may not have ended

@@ -29,7 +29,7 @@ from retrieve_spec.sources.unigrams import Unigrams
 
 @dataclass(slots=True)
 class TextSources:
-    """The sources of one text. To add a source, add a field here, and its rows in `rows`.
+    """The sources of one text. To add a source, add a field here, its rows in `rows`, and what to forget in `reset`.
 
     Attributes
     ----------
@@ -62,6 +62,12 @@ class TextSources:
     distilled: list[DistilledTable] = field(default_factory=list)
     phrases: PhraseMemory | None = None
     states: SimilarStates | None = None
+
+    def reset(self) -> None:
+        """Forget the text."""
+        for source in (self.context, self.unigrams, self.alignments, self.states):
+            if source is not None:
+                source.reset()
 
     def rows(self) -> dict[str, list[Row]]:
         """Return the rows of every source by name; of equally long matches, those of earlier rows come first.
