@@ -190,8 +190,7 @@ def _described(module: nn.Module, layer_idx: int, called: list[_Call]) -> Mixer:
         if id(other) in own:
             counts.setdefault(own[id(other)], []).append(states)
     once = [name for name, inputs in counts.items() if len(inputs) == 1 and inputs[0].ndim == 3]
-    reading = [name for name in once[:-1] if hidden is not None and counts[name][0].shape == hidden.shape
-               and torch.equal(counts[name][0], hidden)]  # fmt: skip
+    reading = [name for name in once[:-1] if hidden is not None and torch.equal(counts[name][0], hidden)]
     return Mixer(module, layer_idx, tuple(reading), once[-1] if once else "")
 
 

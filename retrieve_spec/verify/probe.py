@@ -127,8 +127,8 @@ def probe(model: Any, interface: ModelInterface) -> Finding:
     if found.mode == "plain":
         return Finding(found.mode, found.reason, interface)
     texts = PlainTexts(found.interface.takes_padding, found.interface.takes_pieces)
-    itself = _strongest(model, replace(found, interface=interface, texts=texts), [Trial(PROMPT, 0)],
-                        layout_of(found.interface)).narrowed(found)  # fmt: skip
+    at_most, layout = replace(found, interface=interface, texts=texts), layout_of(found.interface)
+    itself = _strongest(model, at_most, [Trial(PROMPT, 0)], layout).narrowed(found)
     if found.interface.max_positions == of_copy.max_positions:
         return itself
     return replace(itself, interface=replace(itself.interface, max_positions=found.interface.max_positions))

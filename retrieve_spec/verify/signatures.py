@@ -94,9 +94,9 @@ class SignatureModes:
         except Exception as error:  # out of memory, or of positions: drafts are not the cause
             logger.debug("single steps after %s fail", names, exc_info=True)
             return "plain", f"what {names} changes cannot be seen ({type(error).__name__})"
-        seconds = perf_counter() - began
-        logger.info("calls with %s: %s mode%s (found in %.0f ms)", names, found[0],
-                    f", {found[1]}" if found[1] else "", seconds * 1e3)  # fmt: skip
+        mode, why = found
+        told = f"{mode} mode, {why}" if why else f"{mode} mode"
+        logger.info("calls with %s: %s (found in %.0f ms)", names, told, (perf_counter() - began) * 1e3)
         return found
 
     def _strongest(
