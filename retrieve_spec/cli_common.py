@@ -52,6 +52,10 @@ class Mebibytes(WholeRange):
         return int(super().convert(value, param, ctx)) << 20
 
 
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+"""A file to read."""
+
+
 class Place(click.Path):
     """A folder, or an address (``s3://…``), unchanged."""
 

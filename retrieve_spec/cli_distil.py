@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from retrieve_spec.cli_common import LOADING, MODEL, compiling_shown, loading_bars
+from retrieve_spec.cli_common import FILE, LOADING, MODEL, compiling_shown, loading_bars
 from retrieve_spec.cli_store import JSON, QUIET
 from retrieve_spec.config import LoadOptions
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option(
     "--prompts",
     multiple=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     metavar="FILE",
     help="Prompts to answer, one per line, or JSON Lines with `prompt` or `turns`; by default general ones.",
 )
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     "--text",
     "texts",
     multiple=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     metavar="FILE",
     help="Text to read before prompts are answered, which is faster than answering.",
 )

@@ -16,6 +16,7 @@ import click
 
 from retrieve_spec.cli_common import (
     EXTRAS,
+    FILE,
     LOADING,
     MODEL,
     FiniteRange,
@@ -30,7 +31,6 @@ from retrieve_spec.errors import ServeError
 
 _DEFAULTS = ServeConfig()
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SOURCES = as_record(
     "sources",
     DraftSources(),
@@ -227,7 +227,7 @@ _SERVING = as_record(
 )
 @_SOURCES
 @_SERVING
-@click.option("--api-key-file", "key_file", type=_FILE, metavar="F", help="Accepted API keys, one per line.")
+@click.option("--api-key-file", "key_file", type=FILE, metavar="F", help="Accepted API keys, one per line.")
 @LOADING
 @click.option("--quiet", is_flag=True, help="Log errors only.")
 def serve(
@@ -281,7 +281,7 @@ def serve(
     metavar="URL",
     help="Use the server at this address (retrieve-spec serve) instead of loading a model.",
 )
-@click.option("--api-key-file", "key_file", type=_FILE, metavar="F", help="Key for --connect, on its first line.")
+@click.option("--api-key-file", "key_file", type=FILE, metavar="F", help="Key for --connect, on its first line.")
 @LOADING
 def lsp(
     model: str,
@@ -313,7 +313,7 @@ def lsp(
 @click.command(short_help="Print or write an editor's settings, and try the server.")
 @click.argument("name", type=click.Choice(EDITORS), metavar="|".join(EDITORS))
 @click.option("--url", default=f"http://{_DEFAULTS.host}:{_DEFAULTS.port}", show_default=True, help="The server.")
-@click.option("--api-key-file", "key_file", type=_FILE, metavar="F",
+@click.option("--api-key-file", "key_file", type=FILE, metavar="F",
               help="Key for the server, on its first line.")  # fmt: skip
 @click.option("--write", is_flag=True, help="Write the settings where the editor looks for them, after asking.")
 @click.option("--yes", is_flag=True, help="Write without asking.")

@@ -13,6 +13,7 @@ import click
 
 from retrieve_spec.cli_common import (
     COUNT,
+    FILE,
     LOADING,
     MODEL_NAMES,
     SEED,
@@ -111,7 +112,7 @@ def _show(folder: Path, as_json: bool) -> None:
 
 
 @click.command(short_help="Replay recorded answers and count tokens per pass.")
-@click.argument("trace", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("trace", type=FILE)
 @click.option("--tokenizer", required=True, metavar="PATH|HUB_ID", help="tokenizer.json, a model folder or a hub id.")
 @click.option("--draft", default="auto", show_default=True, metavar="auto|PRESET", help="What drafts.")
 @click.option(
