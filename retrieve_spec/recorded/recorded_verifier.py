@@ -26,7 +26,7 @@ from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.signatures import SignatureModes
 from retrieve_spec.verify.verifier import Batching, Mode, PassKind, Ran, SharedPasses, VerifierInputs, VerifierOutput
 
-CHUNK = 256
+PIECE = 256
 """Prompt tokens of one recorded pass at most."""
 FEW = 32
 """Prompt tokens that the model itself reads as fast."""
@@ -201,9 +201,9 @@ class RecordedVerifier:
             self.own.forward(prompt_ids[:1])
             self.own.commit(_NOTHING)
             self._past, self._unread, prompt_ids = 1, self._unread - 1, prompt_ids[1:]
-        chunk = CHUNK if self.graphs is None else PASS.graph_rows[-1]
-        while len(prompt_ids) > max(chunk, keep):
-            piece = prompt_ids[: min(chunk, len(prompt_ids) - keep)]
+        most = PIECE if self.graphs is None else PASS.graph_rows[-1]
+        while len(prompt_ids) > max(most, keep):
+            piece = prompt_ids[: min(most, len(prompt_ids) - keep)]
             forward_together([self], [piece], [NO_DRAFT], None, [1])
             self._past, self._unread = self._past + len(piece), self._unread - len(piece)
             prompt_ids = prompt_ids[len(piece) :]

@@ -136,7 +136,7 @@ class RowTree:
         return since, (since.unsqueeze(-1) - since.unsqueeze(-2)).add_(self.shut).exp_()
 
 
-CHUNK = 32
+_CHUNK = 32
 """Rows of a text without branches that are scanned at once."""
 _ALL = slice(None)
 P = ParamSpec("P")
@@ -371,8 +371,8 @@ def scan_long(
     """
     texts, length = parts[0].shape[:2]
     tree, said = None, []
-    for start in range(0, length, CHUNK):
-        cut = [part[:, start : start + CHUNK] for part in parts]
+    for start in range(0, length, _CHUNK):
+        cut = [part[:, start : start + _CHUNK] for part in parts]
         width = cut[0].shape[1]
         if tree is None or tree.width != width:
             tree = RowTree.chain(texts, width, state.device)

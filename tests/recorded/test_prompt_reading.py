@@ -21,7 +21,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 @pytest.fixture(autouse=True)
 def chunks_of_eight(monkeypatch):
-    monkeypatch.setattr(recorded_verifier, "CHUNK", 8)
+    monkeypatch.setattr(recorded_verifier, "PIECE", 8)
     monkeypatch.setattr(recorded_verifier, "FEW", 4)
 
 
