@@ -132,7 +132,7 @@ def _first_at_least(previous: NDArray[np.int32], low: int, high: int, token: int
 @inlined
 def _list_stored(states: Record, previous: int, token: int) -> int:
     """Write stored rows of a token, as negative numbers from -1, up to `STORED`; return how many."""
-    if token >= states.vocabulary:
+    if not 0 <= token < states.vocabulary:
         return np.int64(0)
     rows = view_i32(states.scratch + _ROWS, _COMPARED)
     starts, order = view_i32(states.starts, states.vocabulary + 1), view_i32(states.order, states.num_listed)
@@ -166,7 +166,7 @@ def _compare_stored(states: Record, key: int, previous: int, token: int) -> int:
 @inlined
 def _compare_recent(states: Record, key: int, token: int, n: int) -> int:
     """Append the text's newest rows of a token to n rows; return how many there are then."""
-    if token >= states.num_heads:
+    if not 0 <= token < states.num_heads:
         return n
     rows, products = view_i32(states.scratch + _ROWS, _COMPARED), view_i32(states.scratch + _COSINES, _COMPARED)
     links, capacity = view_rows(states.links, states.capacity, 2), states.capacity
@@ -379,7 +379,7 @@ def remember(
             token, parent = np.int64(tokens[i - 1]), first + 1 + np.int64(parents[i - 1])
         place = (first + i - 1) % states.capacity
         links[place, PARENT], links[place, LINK] = parent, 0
-        if token < states.num_heads:
+        if 0 <= token < states.num_heads:
             links[place, LINK] = view_i32(heads, states.num_heads)[token]
             view_i32(heads, states.num_heads)[token] = first + i
         own_key = view_i8(states.own_keys + dims * place, dims)

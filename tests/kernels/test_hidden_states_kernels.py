@@ -1,5 +1,7 @@
 """Predictions from similar hidden states: against a list of all rows."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from blend_world import named
@@ -144,6 +146,24 @@ def test_rows_of_the_text_are_found_too_and_the_path_is_followed(rng):
             found, expected = predicted(source, known, np.array(last_key), token), naive.predict(last_key, token)
             if expected is not None:
                 assert found[0] == pytest.approx(expected[0], abs=0.01)
+
+
+def test_a_negative_token_has_no_rows_and_gets_none(rng):
+    """An expected text may hold any numbers; what lies before the arrays is neither read nor written."""
+    transform = transform_of(rng)
+    rows, _ = collected(rng, transform, [30])
+    starts, order = (
+        np.concatenate([[before], each]).astype(np.int32) for before, each in ((-1, rows.starts), (1, rows.order))
+    )
+    source = SimilarStates(replace(rows, starts=starts[1:], order=order[1:]))
+    heads = np.zeros(WORDS + 1, np.int32)
+    source._heads = heads[1:]
+    known = named(source.row(12).record)["states"]
+    keys = transform(rng.normal(size=(2, SIZE)).astype(np.float32))
+    ids, probs = top_of(rng, 2)
+    tree = np.array([-1], np.int32), np.array([-1], np.int32)
+    kernels.remember(known, 3, *tree, np.array([-1, 4], np.int32), keys, ids, np.log(probs.astype(np.float32)))
+    assert predicted(source, known, keys[0], -1) is None and heads.nonzero()[0].tolist() == [1 + 3]
 
 
 def test_predictions_continue_from_the_average_state(rng):
