@@ -130,14 +130,18 @@ def _programs(graph: fx.Graph) -> list[RowProgram]:
 
 
 def look_angles_up(graph: fx.Graph, weights: Sequence[torch.Tensor]) -> None:
-    """Take rotary angles that depend on positions alone from tables, instead of computing them in every pass."""
+    """Take rotary angles that depend on a row's position alone from tables, instead of computing them in every pass."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     positions = next(node for node in inputs if node.name == "position_ids")
-    known = {*inputs[: len(weights)], positions}
-    for node in graph.nodes:
-        if node.all_input_nodes and known.issuperset(node.all_input_nodes):
-            known.add(node)
     rows = value(positions).shape[1]
+    fixed, known = set(inputs[: len(weights)]), {*inputs[: len(weights)], positions}
+    for node in graph.nodes:
+        needed = set(node.all_input_nodes)
+        if needed and needed <= fixed:
+            fixed.add(node)
+        # without rows it is of all positions, such as the highest: tables have others
+        if needed and needed <= known and (node in fixed or rows in getattr(value(node), "shape", (rows,))):
+            known.add(node)
     rotations = [node for node in graph.nodes if node.target in (layer_rows.rotate, layer_rows.rotate_both)]
     angles = dict.fromkeys(
         angle

@@ -85,6 +85,22 @@ def test_rotary_angles_are_those_of_any_positions_and_of_the_frequencies_as_they
         model.model.rotary_emb.inv_freq.data.mul_(0.9)
 
 
+def test_angles_that_depend_on_the_highest_position_of_a_pass_are_computed_in_it(monkeypatch: Any) -> None:
+    """As where a model takes other frequencies for long texts."""
+    model = build("llama", hidden_size=64, intermediate_size=96, head_dim=32)
+    own = model.model.rotary_emb.forward
+
+    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        factor = 1 + (position_ids.max() > 60).to(x.dtype)
+        return tuple(part * factor for part in own(x, position_ids))
+
+    monkeypatch.setattr(model.model.rotary_emb, "forward", forward)
+    run = RecordedPass(model, 2, "last", layer_rows)
+    for first in (0, 50):
+        wanted = model(ids(20), position_ids=first + torch.arange(20)[None]).logits[0]
+        torch.testing.assert_close(logits_of(run, ids(20), first), wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_a_token_that_the_model_does_not_have_is_refused() -> None:
     _, run = recorded(torch.float32, head_dim=32)
     for token in (-1, VOCAB):
