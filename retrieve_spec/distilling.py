@@ -245,9 +245,10 @@ class _Conversation:
         return True
 
     def see(self, verified: VerifiedPass) -> None:
-        """Note what the model showed at the places of the tokens that a pass emitted."""
+        """Note what the model showed at the places of the tokens that a pass emitted, if it showed all of it."""
         top_ids, top_logits, hidden = verified.top_ids, verified.top_logits, verified.hidden
-        assert top_ids is not None and top_logits is not None and hidden is not None
+        if top_ids is None or top_logits is None or hidden is None:
+            return
         places = np.concatenate([[0], verified.path + 1])[: len(verified.emitted)]
         self.shown.append((top_ids[places], top_logits[places], hidden[places]))
 
@@ -352,7 +353,7 @@ class _Work:
         if conversation.shown:
             self._keep_shown(ids, len(prompt) - 1, conversation.shown)
             conversation.shown = []
-        else:  # without a drafter, passes are not observed
+        else:  # without a drafter passes are not observed, and some models show no hidden states
             self._observe(ids)
         self.answers.append(answer)
         self._passes += output.report.passes
@@ -380,7 +381,7 @@ class _Work:
         best = logits.topk(_TOP)
         probs = (best.values - logits.logsumexp(-1, keepdim=True)).exp().to(torch.float16).cpu().numpy()
         top_ids = best.indices.to(torch.int32).cpu().numpy()
-        self._keep(ids, 0, top_ids, probs, hidden[-1][0].float().cpu().numpy())
+        self._keep(ids, 0, top_ids, probs, hidden[-1][0].float().cpu().numpy() if hidden else None)
 
     def _keep(
         self,
@@ -388,14 +389,15 @@ class _Work:
         first: int,
         top_ids: NDArray[np.int32],
         probs: NDArray[np.float16],
-        hidden: NDArray[np.float32],
+        hidden: NDArray[np.float32] | None,
     ) -> None:
-        """Keep the top tokens, their probabilities and the hidden states at a text's places from `first` on."""
+        """Keep the top tokens, their probabilities and the hidden states, if any, of a text from `first` on."""
         places = slice(first, first + len(top_ids))
         all_ids, all_probs = np.full((len(ids), _TOP), -1, np.int32), np.zeros((len(ids), _TOP), np.float16)
         all_ids[places, : top_ids.shape[1]], all_probs[places, : top_ids.shape[1]] = top_ids, probs
         self.observed.append(Observations(ids, np.array([len(ids)]), all_ids, all_probs))
-        self.states.add(ids[places], hidden, all_ids[places], all_probs[places])
+        if hidden is not None:
+            self.states.add(ids[places], hidden, all_ids[places], all_probs[places])
 
     def _has_time(self) -> bool:
         """Show the progress; return whether there is time for more."""

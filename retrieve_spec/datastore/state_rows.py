@@ -123,8 +123,8 @@ class StateRows:
         if not dims or any(len(arrays[name]) != size for name, size in sizes.items()):
             found = ", ".join(f"{name} of {len(arrays[name])}" for name in sizes)
             raise StoreCorruptError(f"state rows whose arrays have sizes {sizes}", found)
-        begins_and_ends = len(starts) and starts[0] == 0 and starts[-1] == len(order) and (np.diff(starts) >= 0).all()
-        if not begins_and_ends or (len(order) and not 0 < order.min() <= order.max() < n):
+        ascend = len(starts) and starts[0] == 0 and starts[-1] == len(order) and (starts[1:] >= starts[:-1]).all()
+        if not ascend or (len(order) and not 0 < order.min() <= order.max() < n):
             raise StoreCorruptError("state rows that are listed by token", "lists that lead outside of them")
         transform = KeyTransform(mean, arrays["components"].reshape(-1, dims))
         tops = arrays["next_ids"].reshape(-1, TOP), arrays["shares"].reshape(-1, TOP)
@@ -170,7 +170,7 @@ class StateCollector:
 
     def __init__(self, transform: KeyTransform | None) -> None:
         self._transform = transform
-        self._waiting: list[NDArray[np.float16]] = []
+        self._waiting: list[NDArray[np.float32]] = []
         self._keys: list[NDArray[np.int8]] = []
         self._texts: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float16]]] = []
 
@@ -186,14 +186,14 @@ class StateCollector:
         if self._transform is not None:
             self._keys.append(self._transform(hidden))
             return
-        self._waiting.append(hidden.astype(np.float16))
+        self._waiting.append(hidden)
         if sum(map(len, self._waiting)) >= FITTED_TO:
             self._fit()
 
     def _fit(self) -> None:
         """Fit the transform to the states so far."""
-        self._transform = KeyTransform.fitted(np.concatenate(self._waiting).astype(np.float32))
-        self._keys = [self._transform(hidden.astype(np.float32)) for hidden in self._waiting]
+        self._transform = KeyTransform.fitted(np.concatenate(self._waiting))
+        self._keys = [self._transform(hidden) for hidden in self._waiting]
         self._waiting = []
 
     def rows(self) -> StateRows | None:

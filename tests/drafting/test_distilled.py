@@ -38,7 +38,7 @@ from retrieve_spec.errors import (
     TraceError,
 )
 from retrieve_spec.sources import SOURCE_NAMES
-from retrieve_spec.sources.distilled import distilled_tables
+from retrieve_spec.sources.distilled import distilled_tables, largest_states
 
 
 def said(*contexts):
@@ -332,6 +332,15 @@ def test_answers_of_a_model_that_nothing_drafts_for_are_read(
     monkeypatch.setattr(reference_model.generation_config, "num_beams", 2)
     report = distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=["def f("], max_tokens=8)
     assert report.tokens == 8 and report.contexts > 8
+
+
+def test_a_model_that_names_no_output_embeddings_makes_a_table_without_states(
+    reference_model, reference_tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(reference_model, "get_output_embeddings", lambda: None)
+    report = distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=["def f("], max_tokens=8)
+    assert report.tokens == 8 and report.contexts > 8
+    assert largest_states([open_datastore(tmp_path / "store")]) is None
 
 
 def test_a_later_run_asks_what_the_earlier_one_did_not(reference_model, reference_tokenizer, tmp_path):

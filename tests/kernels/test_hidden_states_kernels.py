@@ -232,6 +232,7 @@ def test_too_few_states_make_no_rows(rng):
         ("order", lambda array: array + 25),
         ("starts", lambda array: array + 1),
         ("starts", lambda array: array[::-1]),
+        ("starts", lambda array: np.array([0, 2**31 - 1, -(2**31), array[-1]], np.int32)),
     ],
 )
 def test_arrays_that_contradict_one_another_are_refused(rng, name, damaged):
