@@ -153,27 +153,27 @@ def left_out_header(request: Request, names: Sequence[str]) -> dict[str, str]:
 async def _events(service: Service, stream: TaskStream, answer: Answer) -> AsyncGenerator[bytes, None]:
     """Yield server-sent events for all that is new, and comments while nothing is."""
     finished: dict[int, Completion] = {}
+    left = len(stream.prepared)
     stream.ping_s = service.config.sse_ping_s or None
     try:
-        for index in range(len(stream.prepared)):
-            for one in answer.begin(index):
-                yield answer.encoded(one)
+        if begun := b"".join(answer.encoded(one) for index in range(left) for one in answer.begin(index)):
+            yield begun
         async for said in stream:
             shown: list[dict[str, Any]] = []
             for index, news in said:
                 if isinstance(news, Delta):
                     shown += answer.delta(news, index)
-                elif news.outcome == "failed":
+                    continue
+                left -= 1
+                if news.outcome == "failed":
                     shown.append(answer.failure(news.error))
                 else:
                     finished[index] = news
                     shown += answer.end(news, index)
+            if not left:  # all that ends the stream is sent at once
+                shown += answer.close([finished[index] for index in sorted(finished)])
             if shown or not said:
-                yield b"".join(map(answer.encoded, shown)) or answer.ping
-        for one in answer.close([finished[index] for index in sorted(finished)]):
-            yield answer.encoded(one)
-        if answer.closing:
-            yield answer.closing
+                yield b"".join(map(answer.encoded, shown)) + (b"" if left else answer.closing) or answer.ping
     finally:
         stream.close()
 

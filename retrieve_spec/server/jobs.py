@@ -356,11 +356,16 @@ class Job:
     def _publish(self) -> None:
         """Publish the text and tokens that are new since the last call."""
         with self._changed:
-            text, tokens = self._scanner.visible(), tuple(self._scanner.shown_ids[self._told :])
-            logprobs = self._logprobs(self._told, self._told + len(tokens))
-            self._told += len(tokens)
-            for waiter in self.waiters if text or tokens else ():
-                waiter.sink(self._delta(text, tokens, logprobs))
+            if (news := self.unpublished()) is not None:
+                for waiter in self.waiters:
+                    waiter.sink(news)
+
+    def unpublished(self) -> Delta | None:
+        """Return the text and tokens that are new since the last call; the caller sends them to all waiters."""
+        text, tokens = self._scanner.visible(), tuple(self._scanner.shown_ids[self._told :])
+        logprobs = self._logprobs(self._told, self._told + len(tokens))
+        self._told += len(tokens)
+        return self._delta(text, tokens, logprobs) if text or tokens else None
 
     def _delta(self, text: str, tokens: tuple[int, ...], logprobs: tuple[TokenLogProb, ...]) -> Delta:
         return Delta(text, tokens, logprobs, self.done.cached_tokens)
@@ -372,8 +377,6 @@ class Job:
     def _conclude(self) -> None:
         scanner, done = self._scanner, self.done
         scanner.finish()
-        if not self.turn.cancelled:
-            self._publish()
         done.text, done.token_ids = scanner.text, scanner.shown_ids
         done.logprobs = self._logprobs(0, len(done.token_ids))
         done.surplus = len(scanner.shown_ids) - scanner.counted

@@ -363,12 +363,16 @@ class RequestQueue:
             self._fail(job, error)
 
     def _finish(self, job: Job, done: Completion) -> None:
+        """End a job; its waiters get the last text at once with the completion, so that both are sent together."""
         with self._changed:
             if job not in self._jobs:
                 return  # its waiters have been informed
             self._jobs.remove(job)
             waiters, job.waiters = job.waiters, []
+            last = job.unpublished() if done is job.done and not job.turn.cancelled else None
             job.turn.cancelled = True
         self._on_done(job.task, done)
         for waiter in waiters:
+            if last is not None:
+                waiter.sink(last)
             waiter.sink(done)

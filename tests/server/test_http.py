@@ -1,5 +1,6 @@
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -198,6 +199,17 @@ def test_small_endpoints(server):
     assert server.client.delete("/v1/workspace").json()["forgotten"] is True
     assert server.client.get("/nowhere").json()["error"]["code"] == 404
     assert server.client.get("/infill").status_code == 405
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_last_text_is_sent_with_the_end_of_its_stream(live, say, path):
+    server = live(say("one two three", run=30))
+    count = server.service.queue._on_done  # what is sent before it, arrives before the rest
+    server.service.queue._on_done = lambda task, done: (time.sleep(0.3), count(task, done))
+    asked = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 20}
+    with server.client.stream("POST", path, json=asked) as response:
+        chunks = list(response.iter_raw())
+    assert [b"three" in chunk for chunk in chunks] == [b"[DONE]" in chunk for chunk in chunks], chunks
 
 
 # ── who may call, and how much ──
