@@ -123,7 +123,7 @@ class Refusing(Asked):
     def _is_served(cls, fields: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(fields, dict):
             return check(fields)
-        names = unserved(fields, cls.model_fields, cls._refused)
+        names = unserved(fields, {*cls.model_fields, *cls._asks}, cls._refused)
         if names:
             given = {"names": ", ".join(names)}
             raise PydanticCustomError(UNSUPPORTED, "not served here: {names}; leave it out", given)
@@ -602,7 +602,7 @@ _ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_temp
 def unserved(fields: Mapping[str, Any], served: Collection[str], also: Mapping[str, tuple[Any, ...]]) -> list[str]:
     """Return the names of unsupported fields that would have an effect.
 
-    ``served`` are the supported fields of the dialect, ``also`` further unsupported ones.
+    ``served`` are the fields of the dialect that are supported or only ignored, ``also`` further unsupported ones.
     """
     kept = {name: neutral for name, neutral in _NEUTRAL.items() if name not in served}
     kept.update(also)

@@ -300,6 +300,7 @@ class ResponsesRequest(Speculating):
     _asks: ClassVar[dict[str, tuple[Any, ...]]] = {
         "truncation": ("disabled",),
         "include": (["reasoning.encrypted_content"],),
+        "top_logprobs": (0,),
     }
 
     input: Text | Annotated[Items[Item], Field(min_length=1)]
