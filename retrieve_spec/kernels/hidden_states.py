@@ -35,7 +35,7 @@ from retrieve_spec.kernels.views import (
 
 TOP = 8
 """Next tokens of a row."""
-STORED, RECENT = 512, 256
+STORED, RECENT = 256, 256
 """Most rows of a token that are compared: of a store, and the newest of the text."""
 NEIGHBOURS = 32
 """Most rows that are averaged."""
