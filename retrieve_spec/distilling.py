@@ -16,7 +16,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
@@ -30,12 +30,12 @@ from retrieve_spec.acceleration import accelerated
 from retrieve_spec.datastore.build import add_documents, create_datastore
 from retrieve_spec.datastore.change import check_folder, writer
 from retrieve_spec.datastore.dense import model_fingerprint
-from retrieve_spec.datastore.distilled import add_distilled, earlier_contexts, earlier_states, tokens_of
+from retrieve_spec.datastore.distilled import Distilled, add_distilled, distilled_of
 from retrieve_spec.datastore.manifest import MANIFEST
-from retrieve_spec.datastore.observations import Observations, keys_of_tokens
+from retrieve_spec.datastore.observations import Contexts, Observations, keys_of_tokens
 from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.sources import Source
-from retrieve_spec.datastore.state_rows import KeyTransform, StateCollector
+from retrieve_spec.datastore.state_rows import StateCollector
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.engine.first_passes import learn_bigrams
@@ -151,18 +151,18 @@ def distil(
         remedy = f"Take {1 << max(contexts, WAYS).bit_length()}."
         raise ConfigError(f"contexts as a power of two, at least {WAYS}", str(contexts), remedy)
     store, fingerprint = folder_of(store, "distil"), model_fingerprint(model)
-    earlier = _Earlier.of(store, tokenizer, fingerprint)
+    earlier = _earlier(store, tokenizer, fingerprint)
     with accelerated(model, tokenizer):
         work = _Work(
             model,
             tokenizer,
-            StateCollector(earlier.transform),
+            StateCollector(None if earlier.states is None else earlier.states.transform),
             max_tokens,
             perf_counter() + 60.0 * minutes,
             on_progress,
         )
         try:
-            work.ask_each_token(earlier.keys)
+            work.ask_each_token(earlier.contexts)
             for text in texts:
                 work.read(text)
             work.ask(general_prompts(earlier.tokens) if prompts is None else prompts)
@@ -180,39 +180,16 @@ def distil(
     return replace(work.report(), contexts=_keep(work, store, tokenizer, fingerprint, contexts))
 
 
-@dataclass(frozen=True, slots=True)
-class _Earlier:
-    """What a store has of a model.
-
-    Attributes
-    ----------
-    keys
-        uint64 keys of the contexts in its table.
-    tokens
-        Number of tokens that it was distilled from.
-    transform
-        Of its state rows, if any.
-    """
-
-    keys: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
-    tokens: int = 0
-    transform: KeyTransform | None = None
-
-    @classmethod
-    def of(cls, store: Path, tokenizer: Any, model: str) -> _Earlier:
-        """Look at a store, and check that it can be written."""
-        found = cls()
-        if (store / MANIFEST).exists():
-            manifest = open_datastore(store, tokenizer=tokenizer).manifest
-            contexts, states = earlier_contexts(store, manifest, model), earlier_states(store, manifest, model)
-            if contexts is not None:
-                transform = states[0].transform if states else None
-                found = cls(contexts.keys, tokens_of(manifest, model), transform)
-        else:
-            check_folder(store)
-        with writer(store):
-            pass
-        return found
+def _earlier(store: Path, tokenizer: Any, model: str) -> Distilled:
+    """Return what a store has of a model, after checking that the store can be written."""
+    found = Distilled()
+    if (store / MANIFEST).exists():
+        found = distilled_of(store, open_datastore(store, tokenizer=tokenizer).manifest, model)
+    else:
+        check_folder(store)
+    with writer(store):
+        pass
+    return found
 
 
 class _Done(Exception):
@@ -278,14 +255,14 @@ class _Work:
         asked = 0 if self._bigrams is None else len(self._bigrams.known)
         return DistilReport(len(self.answers), self.tokens, 0, seconds, pace, asked)
 
-    def ask_each_token(self, earlier: NDArray[np.uint64]) -> None:
+    def ask_each_token(self, earlier: Contexts | None) -> None:
         """Learn what the model says after each token alone, its bigrams, unless all are among earlier contexts.
 
         Engines that cannot be asked for logits have them from the store.
         """
         if self._bigrams is None:
             return
-        is_new = ~np.isin(keys_of_tokens(len(self._bigrams.entries)), earlier)
+        is_new = ~np.isin(keys_of_tokens(len(self._bigrams.entries)), [] if earlier is None else earlier.keys)
         if is_new.any():
             learn_bigrams(self._model.speculation, self._has_time, math.inf)
             tokens = self._bigrams.known[is_new[self._bigrams.known]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from retrieve_spec.datastore.files import FileEntry, check_content, link_files, 
 from retrieve_spec.datastore.manifest import DISTILLED, DistilledEntry, Manifest, content_name
 from retrieve_spec.datastore.observations import Contexts, Observations, averaged, keys_of_tokens, rank_in_group
 from retrieve_spec.datastore.state_rows import StateRows
+from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.recycling import MOST, SET, WAYS
 
 _TABLE = {"sets": "<u8", "entries": "<i4"}
@@ -70,10 +71,9 @@ def add_distilled(
     """
     with changing(store, "distil") as (work, manifest):
         event = begin_change(work, "distil", model=model)
-        contexts = averaged(observations, earlier_contexts(store, manifest, model))
-        states = _joined_states([*earlier_states(store, manifest, model), *([] if states is None else [states])])
-        tokens = len(observations.token_ids) + tokens_of(manifest, model)
-        table = _placed(contexts, capacity, manifest.vocabulary)
+        earlier = distilled_of(store, manifest, model)
+        table = _placed(averaged(observations, earlier.contexts), capacity, manifest.vocabulary)
+        states, tokens = _joined_states([earlier.states, states]), earlier.tokens + len(observations.token_ids)
         entry = _write_table(work, table, states, model, tokens)
         others = [other for other in manifest.distilled if other.model != model]
         following = replace(manifest, distilled=(*others, entry))
@@ -100,9 +100,9 @@ def copy_tables(work: WorkFolder, stores: Iterable[tuple[Path, Manifest]]) -> tu
         (folder, entry), *others = tables.values()
         if others:
             room = sum(each.files["sets"].bytes // _SET_BYTES * WAYS for _, each in tables.values())
-            contexts = Contexts.joined([_contexts(*table) for table in tables.values()])
+            contexts = Contexts.joined([_contexts(*each) for each in tables.values()])
             table = _placed(contexts, 1 << (room - 1).bit_length(), vocabulary)
-            states = _joined_states([rows for table in tables.values() if (rows := states_of(*table)) is not None])
+            states = _joined_states([states_of(*each) for each in tables.values()])
             entry = _write_table(work, table, states, model, sum(each.tokens for _, each in tables.values()))
         else:
             link_files(folder, entry.files, made := work.path / DISTILLED)
@@ -111,27 +111,53 @@ def copy_tables(work: WorkFolder, stores: Iterable[tuple[Path, Manifest]]) -> tu
     return tuple(taken)
 
 
-def tokens_of(manifest: Manifest, model: str) -> int:
-    """Return the number of tokens of which a store has observations of a model."""
-    return sum(each.tokens for each in manifest.distilled if each.model == model)
+@dataclass(frozen=True, slots=True, eq=False)
+class Distilled:
+    """What a store has of a model.
+
+    Attributes
+    ----------
+    contexts, states
+        Contexts of its table, and its state rows; None if there are none.
+    tokens
+        Number of tokens that they were made of.
+    """
+
+    contexts: Contexts | None = None
+    states: StateRows | None = None
+    tokens: int = 0
 
 
-def earlier_contexts(store: Path, manifest: Manifest, model: str) -> Contexts | None:
-    """Return the contexts of a store's table of a model; None if it has no table.
+def distilled_of(store: Path, manifest: Manifest, model: str) -> Distilled:
+    """Read what a store has of a model.
 
     Raises
     ------
     StoreCorruptError
-        The table is damaged.
+        It is damaged.
     """
-    found = [_contexts(store / DISTILLED / each.name, each) for each in manifest.distilled if each.model == model]
-    return Contexts.joined(found) if found else None
+    for entry in manifest.distilled:
+        if entry.model == model:
+            folder = store / DISTILLED / entry.name
+            return Distilled(_contexts(folder, entry), states_of(folder, entry), entry.tokens)
+    return Distilled()
 
 
-def earlier_states(store: Path, manifest: Manifest, model: str) -> list[StateRows]:
-    """Return a store's state rows of a model, empty if there are none."""
-    tables = ((store / DISTILLED / each.name, each) for each in manifest.distilled if each.model == model)
-    return [rows for table in tables if (rows := states_of(*table)) is not None]
+def table_of(folder: Path, files: dict[str, FileEntry]) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+    """Map the sets and entries of a table into memory.
+
+    Raises
+    ------
+    StoreCorruptError
+        They are not what was written, or would lead a look-up outside of them.
+    """
+    sets, entries = (mapped(folder, files, name) for name in _TABLE)
+    capacity = len(sets) // 2
+    is_power = capacity >= WAYS and len(sets) == 1 << len(sets).bit_length() - 1
+    if not is_power or len(entries) - MOST not in range(2 * capacity, 2 * MOST * capacity + 1, 2 * capacity):
+        expected = f"a power of two of contexts, each with one to {MOST} tokens, in {folder}"
+        raise StoreCorruptError(expected, f"sets of {len(sets)}, entries of {len(entries)}")
+    return sets, entries
 
 
 def states_of(folder: Path, entry: DistilledEntry) -> StateRows | None:
@@ -147,8 +173,9 @@ def states_of(folder: Path, entry: DistilledEntry) -> StateRows | None:
     return StateRows.of_arrays({name: mapped(folder, entry.files, name) for name in _STATES})
 
 
-def _joined_states(parts: list[StateRows]) -> StateRows | None:
-    return StateRows.joined(parts) if parts else None
+def _joined_states(parts: list[StateRows | None]) -> StateRows | None:
+    there = [rows for rows in parts if rows is not None]
+    return StateRows.joined(there) if there else None
 
 
 def mapped(folder: Path, files: dict[str, FileEntry], name: str) -> NDArray[Any]:
@@ -160,7 +187,7 @@ def _contexts(folder: Path, entry: DistilledEntry) -> Contexts:
     """Read the contexts of a table, and compare the checksums of its files."""
     for name in _TABLE:
         check_content(folder / name, entry.files[name])
-    sets, entries = (mapped(folder, entry.files, name) for name in _TABLE)
+    sets, entries = table_of(folder, entry.files)
     keys, counts = sets.reshape(-1, 2, WAYS).transpose(1, 0, 2).reshape(2, -1)
     used = np.flatnonzero(keys)
     top_ids, probs = np.hsplit(entries[:-MOST].reshape(len(keys), -1)[used], 2)

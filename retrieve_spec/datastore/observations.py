@@ -38,7 +38,7 @@ class Observations:
     @classmethod
     def joined(cls, parts: Sequence[Observations]) -> Observations:
         """Concatenate observations, in order."""
-        return cls(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(cls)))
+        return cls(*_concatenated(parts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,20 +61,20 @@ class Contexts:
     probs: NDArray[Any]
 
     @classmethod
-    def concatenated(cls, parts: Sequence[Contexts]) -> Contexts:
-        """Concatenate contexts, in order."""
-        return cls(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(cls)))
-
-    @classmethod
     def joined(cls, parts: Sequence[Contexts]) -> Contexts:
         """Sort contexts by key; of one that several parts have, keep the average of the most observations."""
-        every = cls.concatenated(parts)
+        every = cls(*_concatenated(parts))
         by_count = np.lexsort((-every.counts, every.keys))
         return every.at(by_count[rank_in_group(every.keys[by_count]) == 0])
 
     def at(self, places: NDArray[np.int64]) -> Contexts:
         """Return the contexts at some places."""
         return Contexts(*(getattr(self, each.name)[places] for each in fields(self)))
+
+
+def _concatenated(parts: Sequence[Observations] | Sequence[Contexts]) -> list[NDArray[Any]]:
+    """Concatenate each array of some records, in the order of their fields."""
+    return [np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(parts[0])]
 
 
 def averaged(observations: Observations, earlier: Contexts | None = None) -> Contexts:
@@ -119,7 +119,7 @@ def averaged(observations: Observations, earlier: Contexts | None = None) -> Con
 
 def _weighted(parts: Sequence[Contexts]) -> Contexts:
     """Average the probabilities of contexts, each with its count as its weight."""
-    every = Contexts.concatenated(parts)
+    every = Contexts(*_concatenated(parts))
     top_ids, sums = _largest_sums(every.keys, every.top_ids, every.counts[:, None] * every.probs)
     known, of = np.unique(every.keys, return_inverse=True)
     counts = np.bincount(of, every.counts).astype(np.float64)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.datastore.distilled import mapped, states_of
+from retrieve_spec.datastore.distilled import states_of, table_of
 from retrieve_spec.datastore.files import FileEntry
 from retrieve_spec.datastore.manifest import DISTILLED, DistilledEntry
 from retrieve_spec.datastore.state_rows import StateRows
 from retrieve_spec.errors import StoreCorruptError
-from retrieve_spec.kernels.recycling import MOST, WAYS
+from retrieve_spec.kernels.recycling import MOST
 from retrieve_spec.kernels.source_table import KIND_DISTILLED
 from retrieve_spec.sources.rows import Row, source_row
 
@@ -58,13 +58,7 @@ class DistilledTable:
         StoreCorruptError
             They are not what was written, or would lead a look-up outside of them.
         """
-        sets, entries = (mapped(folder, files, name) for name in ("sets", "entries"))
-        capacity = len(sets) // 2
-        is_power = capacity >= WAYS and len(sets) == 1 << len(sets).bit_length() - 1
-        if not is_power or len(entries) - MOST not in range(2 * capacity, 2 * MOST * capacity + 1, 2 * capacity):
-            expected = f"a power of two of contexts, each with one to {MOST} tokens, in {folder}"
-            raise StoreCorruptError(expected, f"sets of {len(sets)}, entries of {len(entries)}")
-        return cls(sets, entries)
+        return cls(*table_of(folder, files))
 
 
 def distilled_tables(stores: Sequence[Datastore]) -> list[DistilledTable]:

@@ -18,7 +18,7 @@ import retrieve_spec as rs
 from retrieve_spec import distilling
 from retrieve_spec.cli import cli
 from retrieve_spec.datastore.build import add_documents, create_datastore
-from retrieve_spec.datastore.distilled import add_distilled, earlier_contexts
+from retrieve_spec.datastore.distilled import add_distilled, distilled_of
 from retrieve_spec.datastore.edit import compact_datastore, merge_datastores, retokenize_datastore
 from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.manifest import write_manifest
@@ -107,9 +107,9 @@ def test_what_a_model_says_later_is_added_to_its_table(store):
     assert [(entry.model, entry.tokens) for entry in store.manifest.distilled] == [("model:1", 3), ("model:2", 1)]
     assert len(distilled_tables([store])) == len(list((store.path / "distilled").iterdir())) == 2
     assert sum(path.stat().st_size for path in folder_of(store).iterdir()) < 4000, "as large as what it holds"
-    found = earlier_contexts(store.path, store.manifest, "model:1")
+    found = distilled_of(store.path, store.manifest, "model:1").contexts
     assert sorted(found.top_ids.tolist()) == [[7, 9], *[[8, 9]] * 4] and found.counts.tolist() == [1] * 5
-    assert earlier_contexts(store.path, store.manifest, "model:3") is None
+    assert distilled_of(store.path, store.manifest, "model:3").contexts is None
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,8 @@ def test_a_table_whose_files_do_not_fit_each_other_is_left_out(store, caplog, na
     write_manifest(store.path, replace(store.manifest, distilled=(replace(entry, files=files),)))
     assert distilled_tables([open_datastore(store.path)]) == []
     assert "not drafted from" in caplog.text and "contexts" in caplog.text
+    with pytest.raises(StoreCorruptError, match="a power of two of contexts"):
+        keep(store, said(([6], (8, 9))))
 
 
 @pytest.mark.parametrize("damage", ["sets", "entries"])
@@ -367,7 +369,7 @@ def test_what_another_process_writes_meanwhile_is_waited_for_and_kept(reference_
 
     distil(reference_model, reference_tokenizer, store, prompts=[], texts=texts, on_progress=write)
     [after] = open_datastore(store).manifest.distilled
-    found = earlier_contexts(store, open_datastore(store).manifest, before.model)
+    found = distilled_of(store, open_datastore(store).manifest, before.model).contexts
     [at] = np.flatnonzero(found.keys == keys_of_tokens(2)[1])
     assert found.counts[at] == 2, "asked once, and written by the other process"
     assert after.tokens >= before.tokens + 1 + read
