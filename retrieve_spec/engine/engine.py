@@ -34,9 +34,6 @@ from retrieve_spec.verify.verifier import Ran, SharedPasses, VerifierOutput
 
 logger = logging.getLogger(__name__)
 
-_FEW = 32
-"""Tokens for which a longer prompt does not join a pass."""
-
 
 class Engine(Driver):
     """Takes the sequences of one model from pass to pass.
@@ -399,8 +396,8 @@ def read_all(sequences: list[Sequence], most: int = 0, threads: PassThreads | No
     sequences
         Sequences with unread prompts, served in order.
     most
-        Tokens of all sequences at most, where others wait for the next pass; 0 reads whole prompts, except for
-        sequences whose pieces are limited (`Sequence.piece_limit`), which read one piece each.
+        Tokens of a pass at most, and of all sequences about as many, where others wait for the next pass; 0 reads whole
+        prompts, except for sequences whose pieces are limited (`Sequence.piece_limit`), which read one piece each.
     threads
         How many threads these passes use; None where no CPU runs them.
     """
@@ -412,7 +409,7 @@ def read_all(sequences: list[Sequence], most: int = 0, threads: PassThreads | No
             return
         for batch in passes_over(opened):
             if not most or left > 0:
-                left -= _read_pieces(batch, left if most else 0, threads)
+                left -= _read_pieces(batch, most, threads)
         sequences = [s for s in sequences if s.is_reading and not (s.status is Status.READING and s.piece_limit)]
 
 
@@ -430,18 +427,20 @@ def _read_pieces(batch: list[Sequence], most: int, threads: PassThreads | None) 
 
 
 def _pieces(batch: list[Sequence], most: int) -> list[NDArray[np.int32]]:
-    """Return pieces of the first few prompts of a batch for one pass, of which no prompt takes more than half."""
+    """Return pieces of the first few prompts of a batch for one pass, of which no prompt takes more than half.
+
+    None is cut to fill the pass, so that prompts are read in the same pieces as alone.
+    """
     if len(batch) == 1:
         return [batch[0].piece(most)]
-    room = min(most or PASS.max_rows, PASS.max_rows)
     pieces: list[NDArray[np.int32]] = []
     used = 0
     for sequence in batch:
-        free = room - used
-        if pieces and free < min(_FEW, len(sequence.unread)):
+        piece = sequence.piece(PASS.max_rows // 2)
+        if pieces and used + len(piece) > PASS.max_rows:
             break
-        pieces.append(sequence.piece(max(min(free, room // 2), 1)))
-        used += len(pieces[-1])
+        pieces.append(piece)
+        used += len(piece)
     return pieces
 
 

@@ -26,10 +26,10 @@ from retrieve_spec.verify.hf import HFVerifier
 from retrieve_spec.verify.signatures import SignatureModes
 from retrieve_spec.verify.verifier import Batching, Mode, PassKind, Ran, SharedPasses, VerifierInputs, VerifierOutput
 
-PIECE = 256
-"""Prompt tokens of one recorded pass at most."""
+PIECE = PASS.max_rows // 2
+"""Prompt tokens of one recorded pass at most; in shared passes, too, so that both round alike."""
 FEW = 32
-"""Prompt tokens that the model itself reads as fast."""
+"""Tokens of the rest of a prompt at most that are read by a recorded pass though the model itself reads prompts."""
 _NOTHING = np.empty(0, np.int32)
 _ROOT, _ITSELF = row_depths(1, None), visible_rows(1, None)
 """Depths and mask of a pass over the root alone."""
@@ -145,19 +145,21 @@ class RecordedVerifier:
             rows = slice(least - keep, None)
             return VerifierOutput(output.logits[rows], None if output.hidden is None else output.hidden[rows])
         with on_device(self.recorded.device):
+            earlier: list[VerifierOutput] = []
             if self._unread > 0:
-                root_ids = self._read(root_ids, keep)
-            keeps = None if keep == len(root_ids) else [keep]
-            return forward_together([self], [root_ids], [tree or NO_DRAFT], want_hidden, keeps)[0]
+                root_ids, earlier = self._read(root_ids, keep, want_hidden)
+            output = forward_together([self], [root_ids], [tree or NO_DRAFT], want_hidden, [keep])[0]
+            return _joined([*earlier, output])
 
     def _reads(self, roots: int, keep: int) -> bool:
         """Whether the recorded pass reads this part of the prompt; a prompt that it has begun it reads to the end."""
         if self._slabs is not None or self.reads_rest(roots):
             return True
+        if not self._begins and roots <= keep:  # the model begins with a token whose logits are needed
+            return False
         if self.graphs is not None:
-            begins = self._begins or roots > keep  # else the model begins with a token whose logits are needed
-            return begins and (roots <= PASS.graph_rows[-1] or self._in_a_row)
-        return self.recorded.reads_prompts and roots > max(FEW, keep) and self._follows_the_cache
+            return roots <= PASS.graph_rows[-1] or self._in_a_row
+        return self.recorded.reads_prompts and self._follows_the_cache
 
     def reads_rest(self, roots: int) -> bool:
         """Whether one pass can read the last few tokens of a prompt and a draft, after the rows that the cache came
@@ -184,8 +186,12 @@ class RecordedVerifier:
 
     @property
     def packs_prompts(self) -> bool:
-        """Whether its prompt can be read in passes with those of others."""
-        return self._begins and not self.recorded.exact
+        """Whether its prompt can be read in passes with those of others.
+
+        Where rows are the same bit for bit in any pass, only if recorded passes would also read it alone.
+        """
+        alike = self.recorded.reads_prompts or not self.recorded.attends_rows
+        return alike and self._begins and not self.recorded.exact
 
     @property
     def _begins(self) -> bool:
@@ -194,21 +200,29 @@ class RecordedVerifier:
             return False
         return self._slabs is not None or self._past > 0 or len(self._cache.layers) == len(self.recorded.rules)
 
-    def _read(self, prompt_ids: NDArray[np.int32], keep: int) -> NDArray[np.int32]:
-        """Read all but the last rows of a part of the prompt, `keep` at least; where a cache has no layers yet the
-        model begins."""
+    def _read(
+        self, prompt_ids: NDArray[np.int32], keep: int, want_hidden: Layer | None
+    ) -> tuple[NDArray[np.int32], list[VerifierOutput]]:
+        """Read all but the last piece of a part of the prompt; where a cache has no layers yet the model begins.
+
+        Return that piece, and the outputs of those of the last `keep` rows that are in earlier ones.
+        """
         if self._past == 0 and not self._begins:
             self.own.forward(prompt_ids[:1])
             self.own.commit(_NOTHING)
             self._past, self._unread, prompt_ids = 1, self._unread - 1, prompt_ids[1:]
         most = PIECE if self.graphs is None else PASS.graph_rows[-1]
-        while len(prompt_ids) > max(most, keep):
-            piece = prompt_ids[: min(most, len(prompt_ids) - keep)]
-            forward_together([self], [piece], [NO_DRAFT], None, [1])
-            self._past, self._unread = self._past + len(piece), self._unread - len(piece)
-            prompt_ids = prompt_ids[len(piece) :]
+        kept: list[VerifierOutput] = []
+        while len(prompt_ids) > most:
+            piece, prompt_ids = prompt_ids[:most], prompt_ids[most:]
+            count = max(keep - len(prompt_ids), 0)
+            output = forward_together([self], [piece], [NO_DRAFT], want_hidden, [max(count, 1)])[0]
+            if count:
+                states = None if output.hidden is None else output.hidden.clone()
+                kept.append(VerifierOutput(output.logits.clone(), states))  # the next pass may write over the others
+            self._past, self._unread = self._past + most, self._unread - most
         self._pending = len(prompt_ids)
-        return prompt_ids
+        return prompt_ids, kept
 
     def lay_out(self, root_ids: NDArray[np.int32], tree: DraftTree) -> LaidOut:
         """Make cache and mask ready for a pass over root tokens and a tree."""
@@ -283,6 +297,15 @@ class RecordedVerifier:
         return cache if self._returns_cache else None
 
 
+def _joined(outputs: Sequence[VerifierOutput]) -> VerifierOutput:
+    """Return the rows of several outputs as one."""
+    *earlier, last = outputs
+    if not earlier:
+        return last
+    states = None if last.hidden is None else torch.cat([each.hidden for each in outputs if each.hidden is not None])
+    return VerifierOutput(torch.cat([each.logits for each in outputs]), states, last.ran)
+
+
 @dataclass(frozen=True, slots=True)
 class PackedPasses:
     """Recorded passes over the texts of several verifiers, one after the other."""
@@ -316,7 +339,8 @@ def forward_together(
     """Verify the trees of several texts in one pass, or read their prompts; each keeps its cache, commits for itself.
 
     The recorded operations treat each row of the pass by itself, so the texts follow each other without padding; only
-    the attention tells them apart.
+    the attention tells them apart. Texts with different kinds of attention take a pass per kind, so that a text's
+    results do not depend on the others.
 
     Parameters
     ----------
@@ -335,21 +359,34 @@ def forward_together(
         By text, what its own `forward` would have returned.
     """
     laid = [v.lay_out(root, tree) for v, root, tree in zip(verifiers, roots, trees, strict=True)]
-    ends = np.cumsum([len(text.ids) for text in laid]).tolist()
     counts = [len(text.ids) for text in laid]
-    wanted = None
     if keeps is not None:
         counts = [min(keep, len(root)) + len(tree) for keep, root, tree in zip(keeps, roots, trees, strict=True)]
-        wanted = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
-    parts = [verifier.attend for verifier in verifiers]
-    recorded = verifiers[0].recorded
+    recorded, outputs = verifiers[0].recorded, dict[int, VerifierOutput]()
+    by_attention: dict[bool, list[int]] = {}
+    for i, text in enumerate(laid):
+        by_attention.setdefault(_attends_rows(recorded, text), []).append(i)
     with on_device(recorded.device):
-        logits, hidden, ran = run_pass(recorded, laid, parts, wanted, verifiers[0].graphs)
-        spreads = recorded.device.type == "cpu" and not recorded.attends_rows
-        if spreads and any(map(len, trees)) and bool(logits[:, 0].isnan().any()):
-            # A drafted row overflowed, and torch's attention spreads infinities to rows that do not see it.
-            alone = [verifier.attend_by_rows for verifier in verifiers]
-            logits, hidden, ran = run_pass(recorded, laid, alone, wanted, None)
+        for texts in by_attention.values():
+            part = [verifiers[i] for i in texts], [laid[i] for i in texts], [counts[i] for i in texts]
+            outputs.update(zip(texts, _forward_laid(*part, want_hidden), strict=True))
+    return [outputs[i] for i in range(len(laid))]
+
+
+def _forward_laid(
+    verifiers: Sequence[RecordedVerifier], laid: Sequence[LaidOut], counts: Sequence[int], want_hidden: Layer | None
+) -> list[VerifierOutput]:
+    """Run one pass over texts with the same kind of attention; return outputs of the last `counts` rows of each."""
+    recorded, ends = verifiers[0].recorded, np.cumsum([len(text.ids) for text in laid]).tolist()
+    wanted = None
+    if sum(counts) < ends[-1]:
+        wanted = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+    logits, hidden, ran = run_pass(recorded, laid, [v.attend for v in verifiers], wanted, verifiers[0].graphs)
+    spreads = recorded.device.type == "cpu" and not recorded.attends_rows
+    if spreads and any(text.drafts for text in laid) and bool(logits[:, 0].isnan().any()):
+        # A drafted row overflowed, and torch's attention spreads infinities to rows that do not see it.
+        alone = [verifier.attend_by_rows for verifier in verifiers]
+        logits, hidden, ran = run_pass(recorded, laid, alone, wanted, None)
     outputs, begin = [], 0
     for end, count in zip(ends, counts, strict=True):
         states = None if want_hidden is None else hidden[end - count : end]
@@ -376,7 +413,7 @@ def run_pass(
     wanted: NDArray[np.int64] | None,
     graphs: PassGraphs | None,
 ) -> tuple[torch.Tensor, torch.Tensor, Ran]:
-    """Run a pass over the rows of some texts, one after the other.
+    """Run a pass over the rows of some texts with the same kind of attention, one after the other.
 
     Parameters
     ----------
@@ -412,7 +449,7 @@ def run_pass(
     ids = np.concatenate([text.ids for text in laid]).astype(np.int64)
     positions = np.concatenate([text.depths + text.position for text in laid])
     together: Attend | RowTexts
-    if _attends_rows(recorded, laid, rows):
+    if _attends_rows(recorded, laid[0]):
         together = _row_texts(laid)
     else:
         together = attend[0] if len(laid) == 1 else _attend_apart(laid, attend)
@@ -425,19 +462,19 @@ def run_pass(
 
 
 _FEW_ROWS = 64
-"""Average rows of a text up to which a recorded pass uses its own attention although torch's is faster for many."""
+"""Rows of a text up to which a recorded pass uses its own attention although torch's is faster for many."""
 
 
-def _attends_rows(recorded: RecordedPass, laid: Sequence[LaidOut], rows: int) -> bool:
-    """Whether a pass over so many rows uses its own attention.
+def _attends_rows(recorded: RecordedPass, text: LaidOut) -> bool:
+    """Whether a pass uses its own attention for a text, whatever other texts share the pass.
 
-    Passes with drafts always do, so that drafts change no bit, and so do exact passes.
+    For drafts it always does, so that they change no bit, and so do exact passes.
     """
-    if not recorded.attends_rows or any(text.cache.host_dtype != recorded.row_dtype for text in laid):
+    if not recorded.attends_rows or text.cache.host_dtype != recorded.row_dtype:
         return False
-    if recorded.exact or any(text.drafts for text in laid):
+    if recorded.exact or text.drafts:
         return True
-    return attends_fast_for_many(recorded.row_dtype) or rows <= _FEW_ROWS * len(laid)
+    return attends_fast_for_many(recorded.row_dtype) or len(text.ids) <= _FEW_ROWS
 
 
 def _row_texts(laid: Sequence[LaidOut]) -> RowTexts:

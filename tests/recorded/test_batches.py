@@ -11,6 +11,7 @@ from batch_rows import LENGTHS, drawn_trees, left_padded, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_drafter import ScriptedDrafter
+from small_decoders import build, ids
 from transformers import LogitsProcessor, StoppingCriteria
 
 import retrieve_spec as rs
@@ -19,6 +20,8 @@ from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.engine import driving, joining
 from retrieve_spec.engine.budget import share_evenly, share_out
 from retrieve_spec.errors import ConfigError
+from retrieve_spec.quantized import WeightOnlyConfig, quantize
+from retrieve_spec.recorded import recorded_verifier
 from retrieve_spec.sampling.samplers import make_sampler
 
 
@@ -170,6 +173,27 @@ def test_own_processors_and_criteria_are_called_for_each_request(tiny: Any) -> N
     done = list(rs.generate_many(tiny, prompts, **own, max_new_tokens=20, do_sample=False))
     assert [one.token_ids.tolist() for one in done] == [ids.tolist() for ids in wanted]
     assert all(one.outputs[0].report.mode == "tree" for one in done)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_numbers_of_a_text_do_not_depend_on_drafts_and_company(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of fewer and of more tokens than one pass reads, where long ones get torch's attention."""
+    model = build("llama", torch.bfloat16, hidden_size=64, intermediate_size=128, head_dim=32)
+    if bits < 16:
+        quantize(model, WeightOnlyConfig(bits=bits))
+    monkeypatch.setattr(recorded_verifier, "attends_fast_for_many", lambda _dtype: False)
+    rs.accelerate(model, recorded_pass="always")
+    prompts = [ids(length)[0, length % 7 :] for length in (12, 40, 71, 130, 257, 261, 300, 530)]
+    sampled = {"max_new_tokens": 8, "do_sample": True, "seed": 3, "return_logprobs": True}
+
+    def numbers(asked: list[torch.Tensor], **options: Any) -> list[list[float]]:
+        done = sorted(rs.generate_many(model, asked, **sampled, **options), key=lambda one: one.index)
+        return [one.outputs[0].raw_logprobs.tolist() for one in done]
+
+    wanted = [numbers([prompt], draft="off")[0] for prompt in prompts]
+    assert numbers(prompts, draft="off") == wanted
+    assert [numbers([prompt], nodes=16)[0] for prompt in prompts] == wanted
+    assert numbers(prompts, nodes=16) == wanted
 
 
 def test_a_drafter_that_was_given_serves_one_text(tiny: Any) -> None:
