@@ -29,7 +29,7 @@ from retrieve_spec.verify.verifier import Batching, Mode, PassKind, Ran, SharedP
 PIECE = PASS.max_rows // 2
 """Prompt tokens of one recorded pass at most; in shared passes, too, so that both round alike."""
 FEW = 32
-"""Tokens of the rest of a prompt at most that are read by a recorded pass though the model itself reads prompts."""
+"""So few tokens of a prompt are read by one pass: the model's own where it must begin, a recorded one after a cache."""
 _NOTHING = np.empty(0, np.int32)
 _ROOT, _ITSELF = row_depths(1, None), visible_rows(1, None)
 """Depths and mask of a pass over the root alone."""
@@ -155,7 +155,7 @@ class RecordedVerifier:
         """Whether the recorded pass reads this part of the prompt; a prompt that it has begun it reads to the end."""
         if self._slabs is not None or self.reads_rest(roots):
             return True
-        if not self._begins and roots <= keep:  # the model begins with a token whose logits are needed
+        if not self._begins and roots <= max(FEW, keep):  # logits of its first token may be needed
             return False
         if self.graphs is not None:
             return roots <= PASS.graph_rows[-1] or self._in_a_row
