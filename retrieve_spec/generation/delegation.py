@@ -171,11 +171,12 @@ def past_length(kwargs: dict[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
-    """A call as the original `generate` prepared it; `why_single` as of `Call`."""
+    """A call as the original `generate` prepared it, with `past` tokens in its cache; `why_single` as of `Call`."""
 
     model: Any
     captured: Captured
     interface: ModelInterface
+    past: int
     why_single: str
 
     @property
@@ -202,11 +203,6 @@ class PreparedCall:
     def positions(self) -> Any:
         """Positions of the prompt, where the model is given them."""
         return self.kwargs.get(self.interface.positions_name)
-
-    @property
-    def past(self) -> int:
-        """Tokens that the cache holds."""
-        return past_length(self.kwargs)
 
     @property
     def holds_past(self) -> bool:

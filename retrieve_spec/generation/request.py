@@ -10,7 +10,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from retrieve_spec.generation.delegation import (
     Call,
     PreparedCall,
     extras_of,
+    past_length,
     prompt_of,
     setting,
     why_batch_delegated,
@@ -152,11 +153,12 @@ def as_inputs(inputs: Any, tokenizer: Any, model: Any) -> dict[str, Any]:
         inputs = tokenizer(inputs, return_tensors="pt", return_token_type_ids=False)
     if not hasattr(inputs, "items"):
         inputs = {"input_ids": inputs}
-    return {name: _as_rows(value, model) if name in _PER_TOKEN else value for name, value in inputs.items()}
+    device = input_device(model)
+    return {name: _as_rows(value, device) if name in _PER_TOKEN else value for name, value in inputs.items()}
 
 
-def _as_rows(value: Any, model: Any) -> torch.Tensor:
-    """(rows, L) on the model's device, of a tensor, an array or lists; one row may come without its own axis."""
+def _as_rows(value: Any, device: torch.device) -> torch.Tensor:
+    """(rows, L) on a device, of a tensor, an array or lists; one row may come without its own axis."""
     try:
         tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
     except (TypeError, ValueError):
@@ -165,7 +167,7 @@ def _as_rows(value: Any, model: Any) -> torch.Tensor:
         ) from None
     if not tensor.ndim:
         raise ConfigError("text or token ids as prompt", repr(value)[:60], "Give a text, or one row of ids.")
-    return (tensor if tensor.ndim > 1 else tensor[None]).to(input_device(model))
+    return (tensor if tensor.ndim > 1 else tensor[None]).to(device)
 
 
 def open_sequence(
@@ -184,8 +186,6 @@ def open_sequence(
     prepared = prepare_call(model, {**as_inputs(input_ids, tokenizer, model), **kwargs}, templates=templates)
     if isinstance(prepared, str):
         return None
-    if options.context_ids is not None:
-        options = replace(options, context_ids=known_ids(options.context_ids, "context_ids", model))
     expected = prediction_ids(options.prediction, tokenizer, model)
     (sequence,) = sequences_of(speculation_of(model), prepared, [expected], options)
     return sequence
@@ -299,7 +299,7 @@ def from_captured(
         The original `generate` has to decode it.
     """
     given_ids = _stand_in_for_embeddings(captured)
-    call = PreparedCall(model, captured, interface, why_single)
+    call = PreparedCall(model, captured, interface, past_length(captured.model_kwargs), why_single)
     if reason := why_prepared_delegated(call):
         raise DelegatedCall(reason)
     callers_cache = any(arguments.get(name) is not None for name in CACHE_NAMES)

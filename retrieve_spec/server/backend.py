@@ -295,7 +295,7 @@ class Backend:
     ) -> Text:  # fmt: skip
         """Return a text that continues a prompt; the cache contains a proper prefix of it. No pass is run yet."""
         turn = turn or Turn()
-        ids = torch.from_numpy(np.array(prompt_ids, np.int64)[None]).to(self.model.device)
+        ids = torch.from_numpy(np.array(prompt_ids, np.int64)[None])
         arguments: dict[str, Any] = {
             "tokenizer": self.tokenizer,
             "attention_mask": torch.ones_like(ids),  # else `generate` takes padding tokens in a text for padding
