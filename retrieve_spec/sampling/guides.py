@@ -83,7 +83,7 @@ class GrammarProcessor(LogitsProcessor):  # type: ignore[misc]
             raise ConfigError("llguidance for grammars", "no such package", f"Install it: {EXTRA}.") from None
         readers: dict[str, Callable[[Any], str]] = {
             "json_schema": json_grammar,
-            "regex": LLMatcher.grammar_from_regex,
+            "regex": regex_grammar,
             "lark": LLMatcher.grammar_from_lark,
         }
         ((kind, wanted),) = given.items()
@@ -190,6 +190,13 @@ def json_grammar(schema: Mapping[str, Any], **options: Any) -> str:
 
     overrides: Any = {"whitespace_pattern": SPACE, **options}
     return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides))
+
+
+def regex_grammar(pattern: str) -> str:
+    """llguidance's grammar of a regular expression."""
+    from llguidance import LLMatcher
+
+    return str(LLMatcher.grammar_from_regex(pattern))
 
 
 def read_vocabulary(tokenizer: Any, end_ids: Collection[int] = ()) -> Any:

@@ -18,7 +18,14 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.generation.delegation import SETTINGS
 from retrieve_spec.sampling.acceptance import PassLogits, RowText, Sampler
-from retrieve_spec.sampling.guides import EXTRA, GrammarProcessor, check_grammar, json_grammar, read_vocabulary
+from retrieve_spec.sampling.guides import (
+    EXTRA,
+    GrammarProcessor,
+    check_grammar,
+    json_grammar,
+    read_vocabulary,
+    regex_grammar,
+)
 from retrieve_spec.sampling.samplers import LogProbSampler
 from retrieve_spec.server.call_formats import ToolFormat
 from retrieve_spec.server.guard import Refusal
@@ -384,11 +391,15 @@ class Grammars:
         Refusal
             400: llguidance is not installed, or the schema is invalid.
         """
-        schema, name = request.wanted_json()
-        if schema is None:
+        (schema, name), pattern = request.wanted_json(), request.wanted_pattern()
+        if schema is None and pattern is None:
             return ""
+        name = name or "structured_outputs"
         vocabulary = self._read_vocabulary(name)
-        grammar = json_grammar(_sayable(schema, name, request.left_out), **LENIENT)
+        if schema is not None:
+            grammar = json_grammar(_sayable(schema, name, request.left_out), **LENIENT)
+        else:
+            grammar = regex_grammar(pattern or "")
         grammar = after_thoughts(grammar, thinking, self._mark, thinking.final)
         return self._valid(grammar, name, vocabulary, request.left_out)
 

@@ -7,6 +7,8 @@ name if ignoring them would change the answer's meaning; others are ignored and 
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -14,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PrivateAttr,
@@ -216,6 +219,10 @@ class Common(SamplingOptions, Speculating):
         """Return the JSON schema of the answer (None for any text), and the field that asks for it."""
         return None, ""
 
+    def wanted_pattern(self) -> str | None:
+        """Return the regular expression of the answer, None for any text."""
+        return None
+
     def wanted_logprobs(self) -> int | None:
         """Return how many of the most probable tokens to list with each token; None for no log-probabilities."""
         return None
@@ -276,10 +283,37 @@ class ResponseFormat(Lenient):
         return self
 
 
+def _json_of(given: Any) -> Any:
+    """Return the value of a JSON text, which vLLM takes for a schema."""
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise ValueError(f"no JSON: {error}") from None
+
+
+Schema = Annotated[dict[str, Any], BeforeValidator(_json_of)]
+Choices = Annotated[Items[Text], Field(min_length=1, max_length=1024)]
+
+
+class StructuredOutputs(Refusing):
+    """vLLM's: what the answer is held to."""
+
+    _refused = {"grammar": (), "structural_tag": ()}
+
+    json_: Schema | None = Field(None, alias="json")
+    json_object: StrictBool | None = None
+    regex: Text | None = None
+    choice: Choices | None = None
+
+
 class OpenAIOptions(Common):
     """Fields of both OpenAI dialects."""
 
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = Field(None, description="vLLM's older names of parts of `structured_outputs`.")
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
 
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
@@ -291,11 +325,24 @@ class OpenAIOptions(Common):
 
     def wanted_json(self) -> tuple[dict[str, Any] | None, str]:
         """Return the JSON schema of the answer (None for any text), and the field that asks for it."""
+        outputs = self._held_to
+        if outputs.json_ is not None or outputs.json_object:
+            return outputs.json_ or {"type": "object"}, "structured_outputs"
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
             return None, ""
         given = wanted.json_schema.schema_ if wanted.json_schema else wanted.schema_
         return given or {"type": "object"}, "response_format"
+
+    @property
+    def _held_to(self) -> StructuredOutputs:
+        older = {"json": self.guided_json, "regex": self.guided_regex, "choice": self.guided_choice}
+        return self.structured_outputs or StructuredOutputs.model_validate(older)
+
+    def wanted_pattern(self) -> str | None:
+        """Return the regular expression of the answer, None for any text."""
+        outputs = self._held_to
+        return "|".join(map(re.escape, outputs.choice)) if outputs.choice else outputs.regex or None
 
 
 class OpenAICompletionRequest(OpenAIOptions):

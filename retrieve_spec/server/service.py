@@ -391,7 +391,8 @@ class Service:
             raise Refusal(501, self.no_fim(), "not_supported_error")
         most = 0 if wanted < 0 else min(wanted, self.backend.n_ctx // 8)
         # A grammar determines the beginning itself, and log-probabilities cover the whole answer.
-        free = request.wanted_json()[0] is None and request.wanted_logprobs() is None
+        held = request.wanted_json()[0] is not None or request.wanted_pattern() is not None
+        free = not held and request.wanted_logprobs() is None
         prompt = memory.assembler.assemble(parts, most, heal=free)
         expected = self.prompts.expected(request, prompt.begun)
         memory.note(chunk.text for chunk in parts.extra)

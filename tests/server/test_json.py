@@ -1,6 +1,7 @@
 """With the bundled model: JSON is what is asked for, the same with drafts and without."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -62,3 +63,25 @@ def test_without_the_library_the_extra_is_named(reference_live, monkeypatch):
     answer = reference_live.post("/v1/chat/completions", CHAT)
     assert answer.status_code == 400
     assert "retrieve-spec[json]" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["structured_outputs", "guided"])
+def test_vllms_clients_ask_for_it_their_way(library, reference_live, older):
+    def ask(kind, wanted, path="/v1/chat/completions", **more):
+        held = {f"guided_{kind}": wanted} if older else {"structured_outputs": {kind: wanted}}
+        body = {"max_tokens": 200, **({"messages": MESSAGES} if "chat" in path else {"prompt": "shape = "}), **held}
+        answer = reference_live.post(path, {**body, **more})
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        return choice["message"]["content"] if "chat" in path else choice["text"]
+
+    for schema in (SCHEMA, json.dumps(SCHEMA)):
+        assert set(json.loads(ask("json", schema))) == set(SCHEMA["properties"])
+    assert ask("choice", ["not this (one)", "a|b"]) in ("not this (one)", "a|b")
+    assert re.fullmatch("[0-9]{3}-[0-9]{4}", ask("regex", "[0-9]{3}-[0-9]{4}", "/v1/completions"))
+    assert ask("choice", ["sphere"], "/v1/completions", suffix="\n") == "sphere", "a begun word is no part of it"
+    refused = {"guided_grammar": "root ::= x"} if older else {"structured_outputs": {"grammar": "root ::= x"}}
+    answer = reference_live.post("/v1/chat/completions", {"messages": MESSAGES, **refused})
+    assert answer.status_code == 400 and "grammar" in answer.json()["error"]["message"]
+    wrong = reference_live.post("/v1/chat/completions", {"messages": MESSAGES, "guided_regex": "(a"})
+    assert wrong.status_code == 400 and "structured_outputs" in wrong.json()["error"]["message"]
