@@ -289,6 +289,10 @@ class ReasoningOptions(Lenient):
     effort: Text | None = None
 
 
+_LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+"""What may be included in a response; encrypted thoughts are never there."""
+
+
 class ResponsesRequest(Speculating):
     """`POST /v1/responses`."""
 
@@ -299,8 +303,6 @@ class ResponsesRequest(Speculating):
     }
     _asks: ClassVar[dict[str, tuple[Any, ...]]] = {
         "truncation": ("disabled",),
-        "include": (["reasoning.encrypted_content"],),
-        "top_logprobs": (0,),
     }
 
     input: Text | Annotated[Items[Item], Field(min_length=1)]
@@ -315,6 +317,8 @@ class ResponsesRequest(Speculating):
     tools: Items[dict[str, Any]] | None = None
     tool_choice: Text | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
+    include: Items[Text] | None = None
+    top_logprobs: Count | None = Field(None, description=f"Of effect with {_LOGPROBS!r} in `include`.")
     _names: Names = PrivateAttr(default_factory=dict)
 
     def as_chat(self) -> ChatRequest:
@@ -328,7 +332,8 @@ class ResponsesRequest(Speculating):
         if self.previous_response_id:
             raise ResponseNotFound(self.previous_response_id)
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        left_out = list(self.left_out)
+        asked = self.include or ()
+        left_out = [*self.left_out, *(f"include ({name})" for name in asked if name not in (_LOGPROBS, _ENCRYPTED))]
         tools, self._names = response_tools(self.tools or (), items, left_out, is_tool)
         head = [{"role": "system", "content": self.instructions}] if self.instructions else []
         wanted = None if self.text is None or self.text.format is None else self.text.format.model_dump(by_alias=True)
@@ -338,6 +343,8 @@ class ResponsesRequest(Speculating):
             "messages": [*head, *response_turns(items, self._names, left_out)],
             "max_tokens": self.max_output_tokens,
             "response_format": wanted,
+            "logprobs": _LOGPROBS in asked,
+            "top_logprobs": self.top_logprobs if _LOGPROBS in asked else None,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "tools": tools,
             "tool_choice": self._choice(),
@@ -375,13 +382,19 @@ class ResponseAnswer(ItemizedAnswer):
         self._number, self._named = 0, request.named
         self._output: Events = []
         self._head = _head(service, request)
+        self._log_probabilities, self._noted = service.logprobs.of_chat, list[dict[str, Any]]()
 
     def whole(self, finished: Sequence[Completion]) -> dict[str, Any]:
         """Return the response, which is also in the last event of its stream."""
         (done,) = finished
-        self.delta(Delta(done.text, ()), 0)
+        self.delta(Delta(done.text, (), done.logprobs), 0)
         response: dict[str, Any] = self.end(done, 0)[-1]["response"]
         return response
+
+    def delta(self, delta: Delta, index: int) -> Events:
+        """Return the events for the new text of one pass; log-probabilities go with the next piece of text."""
+        self._noted += self._log_probabilities(delta.logprobs)["content"]
+        return super().delta(delta, index)
 
     def _ended(self, done: Completion) -> dict[str, Any]:
         complete = finish_reason(done) == "stop"
@@ -433,8 +446,10 @@ class ResponseAnswer(ItemizedAnswer):
         if isinstance(part, Thought):
             item["content"][0]["text"] += part.text
             return self._of_item("reasoning_text.delta", content_index=0, delta=part.text)
-        item["content"][0]["text"] += part
-        return self._of_item("output_text.delta", content_index=0, delta=part, logprobs=[])
+        content, noted, self._noted = item["content"][0], self._noted, []
+        content["text"] += part
+        content["logprobs"] += noted
+        return self._of_item("output_text.delta", content_index=0, delta=part, logprobs=noted)
 
     def _closed(self, done: Completion | None = None) -> Events:
         item = self._output[-1]
@@ -445,7 +460,7 @@ class ResponseAnswer(ItemizedAnswer):
         if done is not None and finish_reason(done) != "stop":  # the answer was cut off
             item["status"] = "incomplete"
         (part,) = item["content"]
-        told: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+        told: dict[str, Any] = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
         return [
             self._of_item(f"{part['type']}.done", content_index=0, text=part["text"], **told),
             self._of_item("content_part.done", content_index=0, part=part),

@@ -225,8 +225,11 @@ def test_what_asks_for_more_is_left_out_and_told(served):
         (MESSAGES, {"context_management": {}, "mcp_servers": [{"url": "u"}]}, "mcp_servers"),
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, ""),
         (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0 (bash_20250124)"),
-        (RESPONSES, {"truncation": "auto", "include": ["message.output_text.logprobs"]}, "truncation, include"),
-        (RESPONSES, {"include": ["message.output_text.logprobs"], "top_logprobs": 2}, "include, top_logprobs"),
+        (
+            RESPONSES,
+            {"truncation": "auto", "include": ["file_search_call.results", "reasoning.encrypted_content"]},
+            "truncation, include (file_search_call.results)",
+        ),
         (
             RESPONSES,
             {"tools": [{"type": "custom", "name": "p"}, {"type": "function", "name": "f"}]},

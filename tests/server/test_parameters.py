@@ -93,6 +93,28 @@ def test_chats_tell_bytes_and_samples_the_same_with_drafts_and_without(reference
     assert {entry["logprob"] < entry["top_logprobs"][1]["logprob"] for entry in told} == {True, False}
 
 
+def test_responses_have_those_of_chats(reference_live, official):
+    client, text = official(reference_live), "Größe: é → 中"
+    chat = client.chat.completions.create(
+        model="any", messages=[{"role": "user", "content": text}], max_tokens=12, temperature=0, logprobs=True,
+        top_logprobs=2,
+    )  # fmt: skip
+    expected = [entry.model_dump() for entry in chat.choices[0].logprobs.content]
+    ask = {"model": "any", "input": text, "max_output_tokens": 12, "temperature": 0, "top_logprobs": 2}
+    included = {**ask, "include": ["message.output_text.logprobs"]}
+    part = client.responses.create(**included).output[0].content[0]
+    assert part.text == chat.choices[0].message.content
+    assert_alike([entry.model_dump() for entry in part.logprobs], expected)
+    events = list(client.responses.create(**included, stream=True))
+    told = [
+        entry.to_dict() for event in events if event.type == "response.output_text.delta" for entry in event.logprobs
+    ]
+    assert_alike(told, expected)
+    for last in (event.response for event in events if event.type == "response.incomplete"):
+        assert_alike([entry.to_dict() for entry in last.output[0].content[0].logprobs], expected)
+    assert client.responses.create(**ask).output[0].content[0].logprobs == []
+
+
 def test_log_probabilities_at_a_cursor_are_of_all_that_is_said(reference_live):
     body = {"prompt": "def area(width, hei", "suffix": "\n    return width", "max_tokens": 8, "logprobs": 0}
     (choice,) = choices(reference_live, "/v1/completions", body)
