@@ -26,8 +26,6 @@ from retrieve_spec.server.schemas import (
     Item,
     Items,
     OpenAICompletionRequest,
-    Penalty,
-    RepetitionPenalty,
     SamplingOptions,
     Speculating,
     Text,
@@ -45,10 +43,6 @@ class Options(SamplingOptions):
     """Sampling, limit of tokens and stop strings."""
 
     num_predict: Annotated[int, Field(ge=-2, le=1 << 31)] | None = None
-    repeat_penalty: RepetitionPenalty | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
 
     def as_fields(self) -> dict[str, Any]:
         """Return the fields of OpenAI's dialect."""

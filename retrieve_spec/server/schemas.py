@@ -60,6 +60,8 @@ TopTokens = Annotated[StrictInt, Field(ge=0, le=20)]
 Text = StrictStr
 FunctionName = Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
 TokenId = Annotated[StrictInt, Field(ge=0, le=1 << 31)]
+_NEVER = -100.0
+"""A bias with which a token is not chosen, as OpenAI describes it."""
 BiasedId = Annotated[int, Field(ge=0, le=1 << 31)]
 """A token id as the name of a field in JSON, a string."""
 _MOST_PROMPTS = 16
@@ -162,6 +164,33 @@ class SamplingOptions(Lenient):
     min_p: Share | None = None
     seed: Seed | None = None
     stop: Stops = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    repeat_penalty: RepetitionPenalty | None = Field(
+        None, description="llama.cpp's: counts the last `repeat_last_n` tokens; without effect beside the other."
+    )
+    repeat_last_n: Annotated[int, Field(ge=-1)] | None = Field(None, description="64 by default; -1 means all.")
+    logit_bias: Annotated[dict[BiasedId, Bias], Field(max_length=1024)] | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _by_token(cls, given: Any) -> Any:
+        """Return biases by token; llama.cpp's are pairs, in which false stands for never."""
+        if isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given):
+            given = {token: _NEVER if bias is False else bias for token, bias in given}
+        return given or None
+
+
+class Translated(SamplingOptions, Speculating):
+    """Fields of chats that the dialects which are translated to them accept as well."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def own_fields(self) -> dict[str, Any]:
+        """Return these fields, where they are given."""
+        own = set(Translated.model_fields) - set(Refusing.model_fields)
+        return self.model_dump(include=own, exclude_none=True)
 
 
 class Common(SamplingOptions, Speculating):
@@ -169,6 +198,8 @@ class Common(SamplingOptions, Speculating):
 
     After validation all its texts have LF as line ends, whatever the document has.
     """
+
+    _asks = {"chat_template_kwargs": ()}
 
     _newline: str = PrivateAttr("\n")
 
@@ -178,24 +209,11 @@ class Common(SamplingOptions, Speculating):
     max_tokens: Count | None = None
     n_indent: Annotated[int, Field(ge=0, le=10_000)] | None = None
     t_max_predict_ms: Number | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    repeat_penalty: RepetitionPenalty | None = Field(
-        None, description="llama.cpp's: counts the last `repeat_last_n` tokens; without effect beside the other."
-    )
-    repeat_last_n: Annotated[int, Field(ge=-1)] | None = Field(None, description="64 by default; -1 means all.")
-    logit_bias: Annotated[dict[BiasedId, Bias], Field(max_length=1024)] | None = None
     cache_prompt: StrictBool | None = None
     id_slot: int | None = Field(None, ge=-1, le=1 << 20)
     response_fields: Items[Text] | None = None
     return_tokens: StrictBool | None = None
     user: Any = None
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _none_if_empty(cls, given: Any) -> Any:
-        return given or None
 
     def written(self, text: str) -> str:
         """Return a text, or a part of one, with the document's line ends."""
@@ -306,6 +324,9 @@ class StructuredOutputs(Refusing):
     choice: Choices | None = None
 
 
+_GUIDED = ("guided_json", "guided_regex", "guided_choice")
+
+
 class OpenAIOptions(Common):
     """Fields of both OpenAI dialects."""
 
@@ -318,7 +339,7 @@ class OpenAIOptions(Common):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
 
-    @field_validator("response_format", mode="before")
+    @field_validator("response_format", "structured_outputs", *_GUIDED, mode="before")
     @classmethod
     def _any_text_if_empty(cls, given: Any) -> Any:
         return given or None

@@ -28,11 +28,9 @@ from retrieve_spec.server.schemas import (
     Item,
     Items,
     Lenient,
-    Number,
     ResponseFormat,
-    Share,
-    Speculating,
     Text,
+    Translated,
     is_tool,
 )
 from retrieve_spec.server.service import PreparedTask, Service
@@ -81,7 +79,7 @@ class ThreadOptions(Lenient):
     type: Text
 
 
-class CountRequest(Speculating):
+class CountRequest(Translated):
     """`POST /v1/messages/count_tokens`."""
 
     _refused: ClassVar[dict[str, tuple[Any, ...]]] = {"compaction": ()}
@@ -152,13 +150,10 @@ class MessagesRequest(CountRequest):
     max_tokens: Annotated[Count, Field(ge=0)]
     stop_sequences: Annotated[Items[Text], Field(max_length=256)] | None = None
     stream: StrictBool | None = None
-    temperature: Number | None = None
-    top_p: Share | None = None
-    top_k: Count | None = None
 
     def as_chat(self, **fields: Any) -> ChatRequest:
         """Return the request as a chat request."""
-        own = self.model_dump(include={"max_tokens", "stream", "temperature", "top_p", "top_k"})
+        own = self.model_dump(include={"max_tokens", "stream"})
         return super().as_chat(**own, stop=self.stop_sequences, **fields)
 
 
@@ -293,7 +288,7 @@ _LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_con
 """What may be included in a response; encrypted thoughts are never there."""
 
 
-class ResponsesRequest(Speculating):
+class ResponsesRequest(Translated):
     """`POST /v1/responses`."""
 
     _refused: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -310,8 +305,6 @@ class ResponsesRequest(Speculating):
     previous_response_id: Text | None = None
     max_output_tokens: Count | None = None
     stream: StrictBool | None = None
-    temperature: Number | None = None
-    top_p: Share | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Items[dict[str, Any]] | None = None
@@ -339,7 +332,7 @@ class ResponsesRequest(Speculating):
         wanted = None if self.text is None or self.text.format is None else self.text.format.model_dump(by_alias=True)
         fields = {
             **self.own_fields(),
-            **self.model_dump(include={"stream", "temperature", "top_p", "parallel_tool_calls"}),
+            **self.model_dump(include={"stream", "parallel_tool_calls"}),
             "messages": [*head, *response_turns(items, self._names, left_out)],
             "max_tokens": self.max_output_tokens,
             "response_format": wanted,

@@ -222,6 +222,7 @@ def test_what_asks_for_more_is_left_out_and_told(served):
             "",
         ),
         (CHAT, {"web_search_options": {"search_context_size": "low"}}, "web_search_options"),
+        ("/v1/completions", {"prompt": "a", "chat_template_kwargs": {"turns": 1}}, "chat_template_kwargs"),
         (MESSAGES, {"context_management": {}, "mcp_servers": [{"url": "u"}]}, "mcp_servers"),
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, ""),
         (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0 (bash_20250124)"),

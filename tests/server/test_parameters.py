@@ -146,6 +146,8 @@ def test_penalties_and_biases_are_generates(reference, reference_live, greedy):
     assert len({plain_text, biased, penalised, counted}) == 4
     for fields, expected in (
         ({"logit_bias": {str(often): -100}}, biased),
+        ({"logit_bias": [[often, -100.0]]}, biased),
+        ({"logit_bias": [[often, False]]}, biased),
         ({"repetition_penalty": 1.4}, penalised),
         ({"repeat_penalty": 1.4, "repeat_last_n": -1}, penalised),
         ({"repeat_penalty": 9, "repetition_penalty": 1.4}, penalised),
@@ -160,6 +162,32 @@ def test_penalties_and_biases_are_generates(reference, reference_live, greedy):
     sampled = {"temperature": 1.2, "seed": 9, "presence_penalty": 1.5, "repetition_penalty": 1.2, "top_p": 0.9}
     on, off = (choices(reference_live, "/v1/completions", {**BODY, **sampled, "speculative": s}) for s in (True, False))
     assert on == off
+
+
+def test_messages_and_responses_take_the_sampling_of_chats(reference_live):
+    text, path = "x = width * height", "/v1/chat/completions"
+    asked = {"messages": [{"role": "user", "content": text}], "max_tokens": 24, "temperature": 0}
+
+    def said(path, body):
+        answer = reference_live.post(path, body)
+        assert answer.status_code == 200, answer.text
+        whole = answer.json()
+        if "choices" in whole:
+            return whole["choices"][0]["message"]["content"]
+        return (whole["content"] if "content" in whole else whole["output"][0]["content"])[0]["text"]
+
+    plain = said(path, asked)
+    for fields in (
+        {"repetition_penalty": 1.4},
+        {"presence_penalty": 1.5, "frequency_penalty": 1.0},
+        {"temperature": 1.5, "seed": 3, "min_p": 0.02, "top_k": 50},
+        {"stop": [plain[3:6]]},
+    ):
+        expected = said(path, {**asked, **fields})
+        assert expected != plain
+        assert said("/v1/messages", {**asked, **fields}) == expected
+        response = {"input": text, "max_output_tokens": 24, "temperature": 0, **fields}
+        assert said("/v1/responses", response) == expected
 
 
 @pytest.mark.parametrize(("fields", "last"), [({}, 64), ({"repeat_last_n": 8}, 8)])

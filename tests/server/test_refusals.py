@@ -111,6 +111,7 @@ NOTHING = {
         "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "frequency_penalty": 0.0, "top_p": 1,
         "presence_penalty": 0, "logit_bias": {}, "logprobs": None, "n": 1, "parallel_tool_calls": True, "best_of": 1,
         "n_cmpl": 1, "skip_special_tokens": True, "include_stop_str_in_output": False, "chat_template_kwargs": {},
+        "guided_json": {}, "guided_regex": "", "guided_choice": [], "structured_outputs": {},
     },
 }  # fmt: skip
 

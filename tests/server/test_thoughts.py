@@ -150,6 +150,8 @@ def test_how_much_to_think_reaches_the_template(served, templated):
         (messages, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}, "max True"),
         (responses, {"reasoning": {"effort": "minimal", "summary": "auto"}}, "minimal True"),
         (responses, {"reasoning": {"effort": None}}, " "),
+        (messages, {"chat_template_kwargs": {"enable_thinking": False}}, " False"),
+        (responses, {"chat_template_kwargs": {"enable_thinking": False}}, " False"),
     ):
         body = {"input": [USER]} if path == responses else {"messages": [USER], "max_tokens": 9}
         assert server.post(path, {**body, **fields}).status_code == 200
