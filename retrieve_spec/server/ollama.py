@@ -20,6 +20,7 @@ from retrieve_spec.server.jobs import Completion, Delta
 from retrieve_spec.server.models import Known, Meant
 from retrieve_spec.server.prompts import FimParts
 from retrieve_spec.server.reading import Thought
+from retrieve_spec.server.sampling import TokenLogProb
 from retrieve_spec.server.schemas import (
     Asked,
     ChatRequest,
@@ -29,6 +30,7 @@ from retrieve_spec.server.schemas import (
     SamplingOptions,
     Speculating,
     Text,
+    TopTokens,
 )
 from retrieve_spec.server.service import PreparedTask, Service
 from retrieve_spec.server.translations import as_chat
@@ -58,6 +60,8 @@ class OllamaRequest(Speculating):
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: Options | None = None
     think: StrictBool | Text | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: TopTokens | None = None
 
     def as_fields(self) -> dict[str, Any]:
         """Return the fields of OpenAI's dialect."""
@@ -69,6 +73,8 @@ class OllamaRequest(Speculating):
             **self.own_fields(),
             "stream": self.stream is not False,
             "response_format": wanted if self.format else None,
+            "logprobs": self.logprobs,
+            "top_logprobs": self.top_logprobs if self.logprobs else None,
         }
 
 
@@ -142,6 +148,7 @@ class OllamaAnswer(Answer):
     def __init__(self, service: Service, request: Any, prepared: Sequence[PreparedTask], chat: bool = True) -> None:
         super().__init__(service, request, prepared)
         self._model, self._chat = service.name, chat
+        self._log_probabilities = service.logprobs.of_chat if request.wanted_logprobs() is not None else None
 
     def encoded(self, body: dict[str, Any]) -> bytes:
         """Encode one line of a stream."""
@@ -157,7 +164,17 @@ class OllamaAnswer(Answer):
 
     def delta(self, delta: Delta, index: int) -> Events:
         """Return the lines for the new text of one pass."""
-        return [self._line(_said(part)) for part in self._said(delta.text)]
+        lines = [self._line(_said(part)) for part in self._said(delta.text)]
+        if noted := self._noted(delta.logprobs):
+            lines = lines or [self._line({})]
+            lines[0] |= noted
+        return lines
+
+    def _noted(self, logprobs: Sequence[TokenLogProb]) -> dict[str, Any]:
+        """Return the field with log-probabilities, if there are any."""
+        if self._log_probabilities is None or not logprobs:
+            return {}
+        return {"logprobs": self._log_probabilities(logprobs)["content"]}
 
     def end(self, done: Completion, index: int) -> Events:
         """Return the lines at the end."""
@@ -170,7 +187,7 @@ class OllamaAnswer(Answer):
         said: dict[str, Any] = {"content": text, **({"thinking": thought} if thought else {})}
         if calls:
             said["tool_calls"] = [call for one in calls for call in _said(one)["tool_calls"]]
-        return self._line(said, **_ended(done))
+        return self._line(said, **_ended(done), **self._noted(done.logprobs))
 
     def failure(self, error: str) -> dict[str, Any]:
         """Return the line for a text that failed."""
@@ -220,7 +237,9 @@ async def generate(body: OllamaGenerateRequest, request: Request, service: Meant
     if not (body.suffix or body.raw):
         return await converse(service, request, body.as_chat(), write)
     prompt = body.prompt or ""
-    asked = checked(OpenAICompletionRequest, {**body.as_fields(), "prompt": prompt, "suffix": body.suffix})
+    noted = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None, "top_logprobs": None}
+    fields = {**body.as_fields(), "prompt": prompt, "suffix": body.suffix, **noted}
+    asked = checked(OpenAICompletionRequest, fields)
     wanted, who = -1 if asked.max_tokens is None else asked.max_tokens, caller(request, asked)
 
     def prepare() -> list[PreparedTask]:

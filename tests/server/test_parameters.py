@@ -115,6 +115,22 @@ def test_responses_have_those_of_chats(reference_live, official):
     assert client.responses.create(**ask).output[0].content[0].logprobs == []
 
 
+def test_ollamas_answers_have_those_of_chats(reference_live):
+    ask = {"messages": [{"role": "user", "content": "x = "}], "stream": False}
+    wanted = {"logprobs": True, "top_logprobs": 2}
+    (chat,) = choices(reference_live, "/v1/chat/completions", {**ask, **wanted, "max_tokens": 9, "temperature": 0})
+    ask |= {"options": {"num_predict": 9, "temperature": 0}}
+    whole = reference_live.post("/api/chat", {**ask, **wanted}).json()
+    lines = reference_live.post("/api/chat", {**ask, **wanted, "stream": True}).text.splitlines()
+    told = [entry for line in lines for entry in json.loads(line).get("logprobs", [])]
+    for noted in (whole["logprobs"], told):
+        assert_alike(noted, chat["logprobs"]["content"])
+    assert whole["message"]["content"] == chat["message"]["content"]
+    raw = reference_live.post("/api/generate", {**ask, **wanted, "prompt": "x = ", "raw": True}).json()
+    assert len(raw["logprobs"]) == 9 and {len(entry["top_logprobs"]) for entry in raw["logprobs"]} == {2}
+    assert "logprobs" not in reference_live.post("/api/chat", ask).json()
+
+
 def test_log_probabilities_at_a_cursor_are_of_all_that_is_said(reference_live):
     body = {"prompt": "def area(width, hei", "suffix": "\n    return width", "max_tokens": 8, "logprobs": 0}
     (choice,) = choices(reference_live, "/v1/completions", body)
