@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +18,36 @@ from retrieve_spec.sources.rows import address_of
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:
+    from retrieve_spec.datastore.state_rows import StateRows
     from retrieve_spec.datastore.store import Datastore
 
 _FIRST_OUTPUT = 1024
+_CONTEXTS = 1 << 14
+"""Of a row's recycling table."""
+
+
+class SeenPass(NamedTuple):
+    """What the model said in a pass, in rows: of each request after its last token and after each token of its draft.
+
+    Attributes
+    ----------
+    top_ids, top_logits
+        (n, k) int32 and float32: its most probable next tokens, most probable first, and their raw logits.
+    hidden
+        (n, d) float32, what its output embeddings read, or None.
+    """
+
+    top_ids: NDArray[np.int32]
+    top_logits: NDArray[np.float32]
+    hidden: NDArray[np.float32] | None = None
+
+
+_NOTHING_SEEN = SeenPass(np.empty((0, 1), np.int32), np.empty((0, 1), np.float32))
+_NO_KEYS = np.empty((0, 1), np.int8)
 
 
 class BatchRow(MixtureDrafter):
-    """A `MixtureDrafter` without recycling that can be a row of a compiled call (`Slots`)."""
+    """A `MixtureDrafter` that can be a row of a compiled call (`Slots`)."""
 
     _always_reads_stores = True
 
@@ -34,8 +57,18 @@ class BatchRow(MixtureDrafter):
         session: SessionMemory | None,
         datastores: Many[Datastore],
         calibration: Calibration,
+        recycling: bool = False,
+        state_rows: StateRows | None = None,
     ) -> None:
-        super().__init__(config, recycling=False, session=session, datastores=datastores, calibration=calibration)
+        super().__init__(
+            config,
+            recycling=recycling,
+            contexts=_CONTEXTS,
+            session=session,
+            datastores=datastores,
+            calibration=calibration,
+            state_rows=state_rows,
+        )
         self._output: NDArray[np.int32] = np.empty(_FIRST_OUTPUT, np.int32)
 
     def start(self, prompt_ids: NDArray[np.int32], prediction_ids: NDArray[np.int32] | None = None) -> None:
@@ -143,7 +176,13 @@ class Slots:
         self._out: NDArray[np.int32] = np.empty(len(rows) + MAX_NODES, np.int32)
         self._session = rows[0].session if rows else None
 
-    def step(self, plan: NDArray[Any], lengths: NDArray[np.int32], cost: NDArray[np.float32]) -> list[list[int]]:
+    def step(
+        self,
+        plan: NDArray[Any],
+        lengths: NDArray[np.int32],
+        cost: NDArray[np.float32],
+        seen: SeenPass | None = None,
+    ) -> list[list[int]]:
         """Append the texts' new tokens, learn from them, and draft a chain per row (`kernels.batch.step_chains`).
 
         Raises
@@ -151,18 +190,21 @@ class Slots:
         RequestDiverged
             A text does not go on from what was followed; nothing was done.
         """
+        seen = seen or _NOTHING_SEEN
         if self._session is None:
-            return self._step(plan, lengths, cost)
+            return self._step(plan, lengths, cost, seen)
         with self._session:  # no change while kernels read it
             for row in self.rows:
                 row.refresh_sessions()
-            return self._step(plan, lengths, cost)
+            return self._step(plan, lengths, cost, seen)
 
-    def _step(self, plan: NDArray[Any], lengths: NDArray[np.int32], cost: NDArray[np.float32]) -> list[list[int]]:
+    def _step(
+        self, plan: NDArray[Any], lengths: NDArray[np.int32], cost: NDArray[np.float32], seen: SeenPass
+    ) -> list[list[int]]:
         """Call the kernel again until there is room for all tokens."""
         plan["begin"], count = 0, len(self.rows)
-        addresses = address_of(plan), address_of(self._calls)
-        while (drafted := kernels.step_chains(*addresses, count, lengths, cost, self._out)) < 0:
+        addresses, said = (address_of(plan), address_of(self._calls)), (*seen[:2], self._keys_of(seen.hidden))
+        while (drafted := kernels.step_chains(*addresses, count, lengths, cost, *said, self._out)) < 0:
             if drafted == kernels.DIVERGED:
                 raise RequestDiverged(int(plan["diverged_row"][0]))
             for row, place in zip(self.rows, self._places, strict=True):
@@ -175,6 +217,12 @@ class Slots:
             drafts.append(found[begin : begin + n])
             begin += n
         return drafts
+
+    def _keys_of(self, hidden: NDArray[np.float32] | None) -> NDArray[np.int8]:
+        """Return the keys of hidden states (n, d), none if no rows of a store are compared with them."""
+        states = self.rows[0].sources.states if self.rows else None  # all rows have the same stores
+        keys = None if states is None or hidden is None else states.keys(hidden)
+        return _NO_KEYS if keys is None else keys
 
     def skip(self, plan: NDArray[Any]) -> None:
         """Count a step that was not observed; the next step judges what it verified."""

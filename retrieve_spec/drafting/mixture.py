@@ -32,6 +32,7 @@ from retrieve_spec.sources.rows import Alignments, Prediction, store_rows
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:
+    from retrieve_spec.datastore.state_rows import StateRows
     from retrieve_spec.datastore.store import Datastore
 
 _BOUNDARY = np.array([BOUNDARY], np.int32)
@@ -96,6 +97,8 @@ class MixtureDrafter(ScopedDrafter):
         Learned weights and phrases to start from and to go on learning; fresh ones when None.
     bigrams
         Of the target, if they are known.
+    state_rows
+        Of the stores, if they were opened before.
 
     Attributes
     ----------
@@ -120,6 +123,7 @@ class MixtureDrafter(ScopedDrafter):
         datastores: Sequence[Datastore] = (),
         calibration: Calibration | None = None,
         bigrams: Bigrams | None = None,
+        state_rows: StateRows | None = None,
     ) -> None:
         self.config = config or SpeculationConfig()
         self.calibration = self._own_calibration = calibration or Calibration()
@@ -127,7 +131,7 @@ class MixtureDrafter(ScopedDrafter):
         self.datastores = list(datastores)
         indexes = DenseIndexes(datastores if self.config.dense == AUTO else ())
         sees_states = recycling and indexes.layer in (None, "last")
-        state_rows = largest_states(self.datastores) if sees_states else None
+        state_rows = (state_rows or largest_states(self.datastores)) if sees_states else None
         ngram_rows, exact_rows = store_rows(self.datastores, NGRAM, EXACT)
         self.sources = TextSources(
             context=SuffixAutomaton(4096, shortest=1),

@@ -127,6 +127,8 @@ class Hosted:
         Tokens of the model, if that is known.
     replica
         Number of this copy of the model where there are several: each keeps its own state.
+    recycling
+        As of `ServingDrafter`.
 
     Attributes
     ----------
@@ -150,6 +152,7 @@ class Hosted:
         tokenizer: Callable[[], Any] = lambda: None,
         vocabulary: int | None = None,
         replica: int | None = None,
+        recycling: bool = False,
     ) -> None:
         config = SpeculationConfig(
             session=options.session,
@@ -164,7 +167,9 @@ class Hosted:
         stores = [given] if isinstance(given, str | os.PathLike) else given
         known = tokenizer() if stores else None
         opened = [one if isinstance(one, Datastore) else open_datastore(one, tokenizer=known) for one in stores]
-        self.drafter = ServingDrafter(config, datastores=opened, vocabulary=vocabulary, state=state)
+        self.drafter = ServingDrafter(
+            config, datastores=opened, recycling=recycling, vocabulary=vocabulary, state=state
+        )
         self.failures = 0
         self._tokenizer = tokenizer
         self._keep: dict[str, bool] = {}

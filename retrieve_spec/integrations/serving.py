@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieve_spec.config import MAX_NODES, SpeculationConfig
-from retrieve_spec.drafting.batch import BatchRow, Slots
+from retrieve_spec.drafting.batch import BatchRow, SeenPass, Slots
 from retrieve_spec.drafting.calibration import Calibration
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
 from retrieve_spec.drafting.tree import NO_DRAFT, DraftTree
@@ -26,6 +26,7 @@ from retrieve_spec.engine.draft_batch import BatchBudget, draft_batch
 from retrieve_spec.errors import ConfigError, PromptError, RequestError, RetrieveSpecError, in_a_line, require
 from retrieve_spec.kernels.batch import PLAN
 from retrieve_spec.sources.answers import AnswerMemory, answers_by_scope
+from retrieve_spec.sources.distilled import largest_states
 from retrieve_spec.sources.session import SessionMemory, token_ids_of
 
 if TYPE_CHECKING:
@@ -63,9 +64,11 @@ class ServingDrafter:
     ----------
     config
         Limits of the drafts (`max_depth`, `min_path_probability`) and sources (`session`, `phrases`); the rest is of
-        no meaning here. Hidden states and logits are not asked for, so neither dense indexes nor recycling are used.
+        no meaning here. Dense indexes are not used.
     datastores
         Open stores to draft from.
+    recycling
+        Draft from the model's own top tokens and hidden states, which `step` is given (`seen`).
     vocabulary
         Tokens of the model: what has another number is never drafted. None: anything may be.
     state
@@ -97,11 +100,13 @@ class ServingDrafter:
         config: SpeculationConfig | None = None,
         *,
         datastores: Many[Datastore] = (),
+        recycling: bool = False,
         vocabulary: int | None = None,
         state: str | os.PathLike[str] | None = None,
     ) -> None:
         self.config = (config or SpeculationConfig()).with_options(dense="off", provenance=False)
-        self.datastores = list(datastores)
+        self.datastores, self.recycling = list(datastores), recycling
+        self._state_rows = largest_states(self.datastores) if recycling else None
         self.vocabulary = vocabulary
         self.session = SessionMemory(self.config.session_tokens) if self.config.session else None
         self._folder = None if state is None else _open_folder(state)
@@ -123,6 +128,7 @@ class ServingDrafter:
         self._slots: Slots | None = None
         self._slots_of: tuple[object, object] = (None, None)
         self._kind = GREEDY
+        self._rested = False  # whether the last step was not looked at
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names of running requests, in the order they began."""
@@ -137,7 +143,7 @@ class ServingDrafter:
         shapes
             What will be asked for.
         """
-        trial = ServingDrafter(self.config, datastores=self.datastores)
+        trial = ServingDrafter(self.config, datastores=self.datastores, recycling=self.recycling)
         text = np.arange(12, dtype=np.int32) % 4
         for shape in shapes:
             trial.start(shape, text)
@@ -182,7 +188,8 @@ class ServingDrafter:
         if not len(prompt):
             raise PromptError("a prompt of one token at least", "an empty one", "Start with what the model reads.")
         kind = SAMPLED if sampled else GREEDY
-        row = BatchRow(self.config, self.session, self.datastores, self._calibrations[kind])
+        learned = self._calibrations[kind]
+        row = BatchRow(self.config, self.session, self.datastores, learned, self.recycling, self._state_rows)
         row.start(prompt, prediction)  # may take a while for long prompts; others continue
         with self._lock:
             if request in self._requests:
@@ -299,6 +306,7 @@ class ServingDrafter:
         places: Many[int],
         longest: Many[int],
         max_nodes: int,
+        seen: Callable[[], SeenPass | None] | None = None,
     ) -> list[list[int]]:
         """Draft a chain for each request whose text the engine keeps: `feed` and `draft` in one compiled call.
 
@@ -319,6 +327,9 @@ class ServingDrafter:
             Tokens that the text of each may have at most.
         max_nodes
             Nodes at most, of each.
+        seen
+            Returns what the model said in the step that verified the last drafts, the requests in this order; it is not
+            called where nobody looks. Rows of anything else than these drafts are ignored.
 
         Returns
         -------
@@ -348,10 +359,12 @@ class ServingDrafter:
             if self._goes_without(cost):
                 slots.skip(plan)
                 drafts: list[list[int]] = [[] for _ in requests]
-                self._drafted = cost, 0, context
+                self._drafted, self._rested = (cost, 0, context), True
             else:
                 seconds = _seconds(cost, context)
-                drafts = slots.step(plan, lengths, _NO_COST if seconds is None else seconds)
+                said = None if seen is None or self._rested else seen()
+                drafts = slots.step(plan, lengths, _NO_COST if seconds is None else seconds, said)
+                self._rested = False
                 self._note_step(cost, sum(map(len, drafts)), context, seconds)
             self._seconds += perf_counter() - began
             return drafts

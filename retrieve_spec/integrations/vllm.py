@@ -14,7 +14,8 @@
 
 vLLM verifies chains and samples by rejection: greedy text is what it is without drafts, sampled text has the same
 distribution. Nothing of vLLM is changed; it is not even imported. vLLM hands a proposer the tokens of its rows and not
-whose they are: that is read, at every step, from the model runner that made the proposer.
+whose they are: that is read, at every step, from the model runner that made the proposer. What the model said of each
+token comes from a hook on its `LogitsProcessor`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieve_spec.drafting.batch import RequestDiverged
+from retrieve_spec.drafting.batch import RequestDiverged, SeenPass
 from retrieve_spec.errors import ConfigError
 from retrieve_spec.integrations.hosted import Hosted, Options
 
@@ -39,6 +40,8 @@ TESTED = ("0.32",)
 _PLACE = "additional_config['retrieve_spec']"
 _REMEDY = "Install one of these, or set additional_config={'retrieve_spec': {'any_version': True}}."
 _NO_DRAFT: list[int] = []
+_TOP = 8
+"""Most probable tokens that are read of each row."""
 
 
 class Proposer:
@@ -72,15 +75,34 @@ class Proposer:
         self._places: list[int] = []
         self._longest_of: list[int] = []
         self._answered = 0.0
+        self._logits: tuple[Any, Any] | None = None  # hidden states and logits of the last pass
         replica = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else None
         options = replace(options, state=None) if self._silent else options
         tokenizer = cache(partial(_tokenizer_of, vllm_config.model_config))
         vocabulary = int(vllm_config.model_config.get_vocab_size())
-        self._hosted = Hosted(options, "chain", tokenizer, vocabulary, replica)
+        self._hosted = Hosted(options, "chain", tokenizer, vocabulary, replica, recycling=not self._silent)
         self.drafter, self.statistics = self._hosted.drafter, self._hosted.statistics
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: there is no draft model."""
+    def load_model(self, target_model: Any) -> None:
+        """Watch the logits of the target: vLLM hands them to its own proposers alone."""
+        if not self._silent:
+            for module in target_model.modules():
+                if type(module).__name__ == "LogitsProcessor":
+                    module.register_forward_hook(self._watch)
+
+    def _watch(self, _module: Any, inputs: tuple[Any, ...], logits: Any) -> None:
+        """Remember a pass, until it is asked for or the next one comes."""
+        self._logits = None if logits is None else (inputs[1], logits)
+
+    def _seen(self, watched: tuple[Any, Any] | None) -> SeenPass | None:
+        """Return what the model said in a pass, if that was watched."""
+        from retrieve_spec.sampling.acceptance import read_logits  # torch is there
+
+        if watched is None:
+            return None
+        hidden, logits = watched
+        top = read_logits(logits, _TOP)
+        return SeenPass(top.top_ids, top.top_logits, hidden.float().cpu().numpy())
 
     def propose(
         self,
@@ -120,6 +142,7 @@ class Proposer:
         self, sampled: list[list[int]], lengths: NDArray[np.int32], texts: NDArray[np.int32]
     ) -> list[list[int]]:
         came = perf_counter()
+        watched, self._logits = self._logits, None
         runner = self._runner()
         if runner is None:
             return [_NO_DRAFT] * len(sampled)
@@ -131,7 +154,9 @@ class Proposer:
             self._meet(names, requests, sampled, texts, lengths)
         while True:
             try:
-                drafts = drafter.step(self._asked, texts, lengths, self._places, self._longest_of, self._most)
+                seen = partial(self._seen, watched) if len(self._asked) == len(sampled) else None
+                rows = self._asked, texts, lengths, self._places, self._longest_of
+                drafts = drafter.step(*rows, self._most, seen)
                 break
             except RequestDiverged as other:  # tokens were removed, or the name was reused
                 del self._known[self._asked[other.row]]

@@ -18,11 +18,13 @@ from retrieve_spec.kernels import request as state
 from retrieve_spec.kernels.compiled_code import inner, inner_with_arrays, kernel
 from retrieve_spec.kernels.request import MATCH, request_at
 from retrieve_spec.kernels.step import propose
-from retrieve_spec.kernels.views import Record, record_at, records_at, view_f32, view_i32
+from retrieve_spec.kernels.treemask import BLOCK_ROWS, PARENTS, TOKENS
+from retrieve_spec.kernels.views import Record, record_at, records_at, view_f32, view_f32_rows, view_i32, view_rows
 
-CALL = np.dtype([(name, np.int64) for name in ("request", "text", "place", "longest")], align=True)
+CALL = np.dtype([(name, np.int64) for name in ("request", "text", "place", "longest", "first", "seen")], align=True)
 """Record of a row: addresses of its request and of its text's first token (int32), index of the text's length in
-`lengths`, and most tokens that the text may have."""
+`lengths`, and most tokens that the text may have. Written by the kernel: where its rows of `top_ids` begin, and how
+many there are."""
 PLAN = np.dtype(
     [
         (name, np.int64)
@@ -136,24 +138,54 @@ def share(calls: NDArray[Any], cost: NDArray[np.float32], total: int) -> None:
         request_at(calls[order[n]].request).num_drafted += 1
 
 
+@inner
+def _divide(plan: Record, calls: NDArray[Any], seen: int) -> None:
+    """Note which of the `seen` rows of a pass are each request's; none if it did not verify the drafts."""
+    first = np.int64(0)
+    for i in range(len(calls)):
+        request = request_at(calls[i].request)
+        calls[i].first = first
+        calls[i].seen = 1 + (request.num_drafted if request.step == plan.now - 1 else 0)
+        first += calls[i].seen
+    if first != seen:
+        for i in range(len(calls)):
+            calls[i].seen = 0
+
+
+@inner_with_arrays
+def _verified_chain(request: Record, rows: int) -> NDArray[np.int32]:
+    """Return the chain that a pass over so many rows verified, as the block of a tree; kernels read no more of it."""
+    tokens, block = _tokens_of(request), np.empty((BLOCK_ROWS, max(rows - 1, 0)), np.int32)
+    for i in range(rows - 1):
+        block[TOKENS, i], block[PARENTS, i] = tokens[i], i - 1
+    return block
+
+
 @inner_with_arrays
 def _follow_and_grow(
-    address: int,
+    call: Record,
     plan: Record,
     emitted: NDArray[np.int32],
     most: int,
     least: float,
     cost: NDArray[np.float32],
+    top_ids: NDArray[np.int32],
+    top_logits: NDArray[np.float32],
+    keys: NDArray[np.int8],
 ) -> bool:
     """Learn from a text, and draft a chain of at most `most` nodes; False if an automaton was full."""
-    request = request_at(address)
-    no_block, no_top, no_logits = np.empty((0, 0), np.int32), np.empty((0, 1), np.int32), np.empty((0, 1), np.float32)
+    request, k = request_at(call.request), top_ids.shape[1]
+    rows = call.seen if len(emitted) <= call.seen else np.int64(0)  # else more came than a pass gives
+    verified = _verified_chain(request, rows)
+    ids = view_rows(top_ids.ctypes.data + 4 * k * call.first, rows, k)
+    logits = view_f32_rows(top_logits.ctypes.data + 4 * k * call.first, rows, k)
+    request.keys = keys.ctypes.data + keys.shape[1] * call.first if rows > 0 and len(keys) > 0 else 0
     if len(emitted) > 0:
         _judge(request, plan, emitted)
         _keep(request, emitted)
     one = np.int64(1)  # not a literal, since each literal would compile the step again
     request.num_verified, request.least_p = 0, least  # judged above, since the engine verifies chains
-    room, _, tree = propose(address, cost, most, most, one, emitted, no_block, no_top, no_logits, one)
+    room, _, tree = propose(call.request, cost, most, most, one, emitted, verified, ids, logits, one)
     request.least_p = 0.0
     request.num_unread = len(emitted) - room
     request.num_drafted, request.step = 0, plan.now
@@ -187,6 +219,9 @@ def step_chains(
     rows: int,
     lengths: NDArray[np.int32],
     cost: NDArray[np.float32],
+    top_ids: NDArray[np.int32],
+    top_logits: NDArray[np.float32],
+    keys: NDArray[np.int8],
     out: NDArray[np.int32],
 ) -> int:
     """Follow each text's new tokens with all its sources, learn from them, then draft a chain for each.
@@ -199,6 +234,9 @@ def step_chains(
         (≥ r,) int32 numbers of tokens of the texts.
     cost
         (MAX_NODES + 1,) float32 seconds of a pass over all rows with 0 … n nodes, or (0,) to draft as much as allowed.
+    top_ids, top_logits, keys
+        (n, k) int32 and float32 top tokens of the target after each text's last token and each node of its last draft,
+        and (n, dims) int8 keys of its states there; (0, k) and (0, dims) if they are not known.
     out
         (≥ r + MAX_NODES,) int32 output: number of drafted tokens for each row, then the tokens.
 
@@ -220,6 +258,8 @@ def step_chains(
         return FULL
     plan.context = longest
     least = _least_that_pays(rows, cost)
+    if plan.begin == 0:
+        _divide(plan, calls, np.int64(len(top_ids)))
     for i in range(plan.begin, rows):
         request, length = request_at(calls[i].request), np.int64(lengths[calls[i].place])
         known = request.length
@@ -227,7 +267,7 @@ def step_chains(
         plan.emitted += len(emitted)
         most = max(min(plan.deepest, calls[i].longest - length - 1), np.int64(0))
         paid = cost[: most + 1] if rows == 1 else cost[:0]
-        if not _follow_and_grow(calls[i].request, plan, emitted, most, least, paid):
+        if not _follow_and_grow(calls[i], plan, emitted, most, least, paid, top_ids, top_logits, keys):
             plan.begin = i  # later rows learn in the same tables after it has drafted
             return FULL
     for i in range(rows):

@@ -7,11 +7,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_model import repeating_texts
+from number_tokens import number_tokenizer
 
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.drafting.batch import RequestDiverged
+from retrieve_spec.datastore.build import create_datastore
+from retrieve_spec.datastore.distilled import add_distilled
+from retrieve_spec.datastore.observations import Observations
+from retrieve_spec.datastore.state_rows import KeyTransform, StateCollector
+from retrieve_spec.datastore.store import open_datastore
+from retrieve_spec.drafting.batch import RequestDiverged, SeenPass
+from retrieve_spec.drafting.calibration import Calibration
+from retrieve_spec.drafting.drafter import Budget, VerifiedPass
+from retrieve_spec.drafting.mixture import MixtureDrafter
+from retrieve_spec.drafting.tree import NO_DRAFT
 from retrieve_spec.errors import ConfigError, RequestError
 from retrieve_spec.integrations import ServingDrafter
+from retrieve_spec.sources import RECYCLING, STATES
 
 LONGEST = 160
 CIRCLE = np.tile(np.arange(9, dtype=np.int32), 400)[None]
@@ -73,6 +84,58 @@ def test_steps_are_feeding_and_drafting(seed, rows, measures, remembers):
         theirs.finish(f"r{i}")
     if remembers and not measures:
         assert [t.tolist() for t in ours.session.texts] == [t.tolist() for t in theirs.session.texts]
+
+
+def told(rng, text, at, drafted):
+    """What a model says after a text's token before `at` and after each of so many drafted ones: often the next."""
+    ids = np.stack([rng.permutation(10)[:8] for _ in range(drafted + 1)]).astype(np.int32) + text[0] // 100 * 100
+    ids[:, 0] = text[at : at + drafted + 1]
+    logits = -np.sort(rng.exponential(2, (drafted + 1, 8)).astype(np.float32))
+    return SeenPass(ids, logits, rng.normal(size=(drafted + 1, 6)).astype(np.float32))
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory):
+    """A store that has rows of hidden states."""
+    rng = np.random.default_rng(5)
+    ids, probs = rng.integers(0, 8, (300, 8)).astype(np.int32), np.full((300, 8), 0.125, np.float16)
+    collector = StateCollector(KeyTransform(np.zeros(6, np.float32), np.eye(6, dtype=np.float32)))
+    collector.add(ids[:, 0], rng.normal(size=(300, 6)).astype(np.float32), np.roll(ids, -1, 0), probs)
+    folder = tmp_path_factory.mktemp("store")
+    create_datastore(folder, number_tokenizer())
+    add_distilled(Observations(ids[:, 0], np.array([300]), ids, probs), 1 << 10, folder, "model:1", collector.rows())
+    return open_datastore(folder)
+
+
+@pytest.mark.parametrize(("seed", "rows", "known"), [(0, 1, "all"), (1, 3, "all"), (2, 3, "changed"), (3, 2, "none")])
+def test_what_the_model_said_is_learned_as_by_a_drafter_of_each_row(states, seed, rows, known):
+    """Its top tokens and hidden states; rows of a pass that verified something else are left out."""
+    rng = np.random.default_rng(seed)
+    written, calibration, names = repeating_texts(rng, rows, LONGEST), Calibration(), [f"r{i}" for i in range(rows)]
+    serving = ServingDrafter(datastores=[states], recycling=True)
+    twins = [MixtureDrafter(serving.config, datastores=[states], calibration=calibration) for _ in names]
+    lengths, trees = np.full(rows, 20, np.int32), [NO_DRAFT] * rows
+    for i, twin in enumerate(twins):
+        serving.start(names[i], written[i, :20])
+        twin.start(written[i, :20])
+        twin.draft(Budget(0, 0))
+    credited = set()
+    while lengths.max() < 130:
+        said = [told(rng, written[i], int(lengths[i]), len(tree)) for i, tree in enumerate(trees)]
+        hides = known == "none" or (known == "changed" and rng.random() < 0.3)
+        for i, (twin, tree) in enumerate(zip(twins, trees, strict=True)):
+            path = tree.path_along(written[i, lengths[i] :])
+            emitted = written[i, lengths[i] : lengths[i] + len(path) + 1]
+            lengths[i] += len(emitted)
+            twin.observe(VerifiedPass(tree, path, emitted, *((None,) * 3 if hides else said[i])))
+            trees[i] = twin.draft(Budget(12, 12), chain=True)
+            credited.update(trees[i].source.tolist())
+        joined = SeenPass(*(np.concatenate(parts) for parts in zip(*said, strict=True)))
+        given = SeenPass(*(part[1:] for part in joined)) if known == "changed" and hides else joined
+        seen = None if known == "none" else lambda given=given: given
+        found = serving.step(names, written, lengths, list(range(rows)), [LONGEST] * rows, 12, seen)
+        assert found == [tree.token_ids.tolist() for tree in trees]
+    assert known == "none" or {RECYCLING, STATES} <= credited
 
 
 @pytest.mark.parametrize("jump", [100, 4000])

@@ -5,12 +5,23 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from made_up_model import asked, distilled_store, plain, says
 
 from retrieve_spec.errors import ConfigError, StoreNotFoundError
 from retrieve_spec.integrations import hosted, vllm
 
 LONGEST, ROWS = 200, 8
+
+
+class LogitsProcessor(torch.nn.Module):
+    """vLLM's module of this name, which makes logits of hidden states."""
+
+    def forward(self, texts, hidden):
+        logits = torch.zeros(len(texts), 100)
+        for i, text in enumerate(texts):
+            logits[i, says(text)] = 9.0
+        return logits
 
 
 class Runner:
@@ -34,6 +45,8 @@ class Runner:
 
     def make(self):
         self.drafter = vllm.Proposer(self.vllm_config)
+        self.model = torch.nn.Sequential(LogitsProcessor())
+        self.drafter.load_model(self.model)
 
     def execute_model(self):
         """Only there to be seen."""
@@ -49,14 +62,16 @@ class Runner:
 
     def step(self, names, piece=1000):
         """One step over rows of these requests: pieces of prompts are read, drafts verified."""
-        sampled = []
+        sampled, read = [], []
         for name in names:
             request = self.requests[name]
             request.read = min(request.read + piece, request.num_prompt_tokens)
             if request.read < request.num_prompt_tokens:
                 sampled.append([])
+                read.append(request.text[: request.read])
                 continue
             said, draft = [], self.drafts.pop(name, [])
+            read += [[*request.text, *draft[:n]] for n in range(len(draft) + 1)]
             left = request.sampling_params.max_tokens - (len(request.text) - request.num_prompt_tokens)
             for token in [*draft, None]:
                 said.append(says([*request.text, *said]))
@@ -66,6 +81,7 @@ class Runner:
             request.text += said[:left]
             self.passes += 1
             self.accepted += len(said) - 1
+        self.model[0](read, torch.zeros(len(read), 3))
         self.input_batch.req_ids = list(names)
         for i, name in enumerate(names):
             text = self.requests[name].text
@@ -156,6 +172,14 @@ def test_a_distilled_store_is_drafted_from_before_a_text_has_shown_anything(tmp_
     runner.add("a", [60])
     assert runner.step(["a"]) == [plain([60])[2:6]]
     assert runner.write("a") == plain([60])
+
+
+def test_what_the_model_says_after_rejected_tokens_is_drafted_when_these_come():
+    """The expected text goes round the wrong way, and shows the model tokens that it has not said."""
+    runner = Runner()
+    runner.add("a", [60], retrieve_spec_prediction=[61, 65, 67, 61, 63, 65, 67, 61])
+    assert runner.step(["a"]) == [[61, 63, 65, 67, 61]] and runner.step(["a"]) == [[63, 61, 68]]
+    assert runner.write("a") == plain([60]) and plain([60], 5) == [60, 67, 65, 63, 61, 68]
 
 
 def test_wishes_of_requests(caplog):
