@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
@@ -25,7 +25,7 @@ from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.sources import EXACT, NGRAM
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.dense import DenseIndexes, DenseSource
-from retrieve_spec.sources.distilled import distilled_tables, largest_states
+from retrieve_spec.sources.distilled import distilled_tables, largest_states, tables_for
 from retrieve_spec.sources.hidden_states import SimilarStates
 from retrieve_spec.sources.recycling import MANY_CONTEXTS, Bigrams, RecyclingTable
 from retrieve_spec.sources.rows import Alignments, Prediction, store_rows
@@ -99,6 +99,8 @@ class MixtureDrafter(ScopedDrafter):
         Of the target, if they are known.
     state_rows
         Of the stores, if they were opened before.
+    fingerprint
+        Computes the fingerprint of the target, if it is known: its own distilled tables come before other models'.
 
     Attributes
     ----------
@@ -124,6 +126,7 @@ class MixtureDrafter(ScopedDrafter):
         calibration: Calibration | None = None,
         bigrams: Bigrams | None = None,
         state_rows: StateRows | None = None,
+        fingerprint: Callable[[], str] | None = None,
     ) -> None:
         self.config = config or SpeculationConfig()
         self.calibration = self._own_calibration = calibration or Calibration()
@@ -131,7 +134,8 @@ class MixtureDrafter(ScopedDrafter):
         self.datastores = list(datastores)
         indexes = DenseIndexes(datastores if self.config.dense == AUTO else ())
         sees_states = recycling and indexes.layer in (None, "last")
-        state_rows = (state_rows or largest_states(self.datastores)) if sees_states else None
+        tables = tables_for(self.datastores, fingerprint)
+        state_rows = (state_rows or largest_states(tables)) if sees_states else None
         ngram_rows, exact_rows = store_rows(self.datastores, NGRAM, EXACT)
         self.sources = TextSources(
             context=SuffixAutomaton(4096, shortest=1),
@@ -141,7 +145,7 @@ class MixtureDrafter(ScopedDrafter):
             dense=None if indexes.layer is None else DenseSource(indexes),
             ngram=ngram_rows,
             recycling=RecyclingTable(contexts) if recycling else None,
-            distilled=distilled_tables(self.datastores),
+            distilled=distilled_tables(tables),
             bigrams=bigrams,
             phrases=self.calibration.phrases if self.config.phrases == AUTO else None,
             states=None if state_rows is None else SimilarStates(state_rows),

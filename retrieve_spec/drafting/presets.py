@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from retrieve_spec.config import AUTO, SpeculationConfig
@@ -44,6 +44,7 @@ def build_drafter(
     calibration: Calibration | None = None,
     bigrams: Bigrams | None = None,
     contexts: int = MANY_CONTEXTS,
+    fingerprint: Callable[[], str] | None = None,
 ) -> MixtureDrafter | PublishedDrafter:
     """Return the drafter that ``config.draft`` names.
 
@@ -55,8 +56,9 @@ def build_drafter(
         Open stores (`retrieve_spec.datastore.Datastore`) to draft from.
     session, calibration
         State kept between requests; None starts without.
-    bigrams, contexts
-        Of the model, and contexts in which its top tokens are remembered, for `auto`.
+    bigrams, contexts, fingerprint
+        For `auto`: the model's bigrams, how many contexts its top tokens are remembered in, and what computes its
+        fingerprint.
 
     Raises
     ------
@@ -80,5 +82,6 @@ def build_drafter(
             calibration=calibration,
             bigrams=bigrams,
             contexts=contexts,
+            fingerprint=fingerprint,
         )
     return preset(() if preset is Dresd and config.dense != AUTO else datastores, session)

@@ -7,7 +7,7 @@ import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,8 @@ class Drafters:
         The model's, if it is known: `auto` tells words from marks by it.
     vocabulary
         Tokens that the model knows.
+    fingerprint
+        Computes the fingerprint of the model, by which a store names whose tables it has; it is called once at most.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Drafters:
         model_key: str,
         tokenizer: Any = None,
         vocabulary: int = 1 << 31,
+        fingerprint: Callable[[], str] | None = None,
     ) -> None:
         right, remedy = isinstance(config.rollouts, RolloutMemory | None), "Make one: rs.RolloutMemory(path)."
         require(right, "rollouts to be a RolloutMemory", config.rollouts, remedy)
@@ -100,6 +103,7 @@ class Drafters:
         self.given = given
         self.bigrams: Bigrams | None = None
         self._config, self._model_key, self._tokenizer = config, model_key, tokenizer
+        self._fingerprint = None if fingerprint is None else functools.cache(fingerprint)
         self._made: dict[str, list[Drafter]] = {}  # by preset
         self._calibrations: dict[str, Calibration] = {}  # by preset
         self._opened: dict[int, Drafter] = {}
@@ -292,6 +296,7 @@ class Drafters:
             calibration=self._calibration(name),
             bigrams=self.bigrams,
             contexts=contexts,
+            fingerprint=self._fingerprint,
         )
         self._scoped.add(drafter)
         return drafter

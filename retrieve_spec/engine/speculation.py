@@ -8,12 +8,13 @@ import logging
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from functools import partial
 from typing import Any
 
 import torch
 
 from retrieve_spec.config import AUTO, SpeculationConfig
-from retrieve_spec.datastore.dense import check_model
+from retrieve_spec.datastore.dense import check_model, model_fingerprint
 from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.drafting.drafter import Drafter
 from retrieve_spec.engine.drafters import Drafters
@@ -76,7 +77,13 @@ class Speculation:
         self.model, self._passes = model, passes
         self._make_verifier: Callable[[], Verifier] = passes
         self.drafters = Drafters(
-            config, datastores, drafter, _model_key(model), tokenizer, passes.finding.interface.vocabulary
+            config,
+            datastores,
+            drafter,
+            _model_key(model),
+            tokenizer,
+            passes.finding.interface.vocabulary,
+            partial(model_fingerprint, model),
         )
         self.engine = Engine(in_step=self.ranks is not None)
         self._padded: tuple[PaddedBatch, str] | None = None  # last result, and why not to use it

@@ -26,7 +26,7 @@ from retrieve_spec.engine.draft_batch import BatchBudget, draft_batch
 from retrieve_spec.errors import ConfigError, PromptError, RequestError, RetrieveSpecError, in_a_line, require
 from retrieve_spec.kernels.batch import PLAN
 from retrieve_spec.sources.answers import AnswerMemory, answers_by_scope
-from retrieve_spec.sources.distilled import largest_states
+from retrieve_spec.sources.distilled import largest_states, tables_for
 from retrieve_spec.sources.session import SessionMemory, token_ids_of
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class ServingDrafter:
     ) -> None:
         self.config = (config or SpeculationConfig()).with_options(dense="off", provenance=False)
         self.datastores, self.recycling = list(datastores), recycling
-        self._state_rows = largest_states(self.datastores) if recycling else None
+        self._state_rows = largest_states(tables_for(self.datastores)) if recycling else None
         self.vocabulary = vocabulary
         self.session = SessionMemory(self.config.session_tokens) if self.config.session else None
         self._folder = None if state is None else _open_folder(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -61,22 +61,49 @@ class DistilledTable:
         return cls(*table_of(folder, files))
 
 
-def distilled_tables(stores: Sequence[Datastore]) -> list[DistilledTable]:
-    """Return the tables in some stores; a damaged one is logged and left out."""
-    return list(_opened(stores, lambda folder, entry: DistilledTable.open(folder, entry.files)))
+def tables_for(
+    stores: Sequence[Datastore], fingerprint: Callable[[], str] | None = None
+) -> list[tuple[Path, DistilledEntry]]:
+    """Return the folders and entries of the tables in some stores: those of a model, or all if it has none there.
+
+    A table of the model in another format has another fingerprint, and is a good drafter where it is the only one.
+
+    Parameters
+    ----------
+    stores
+        Open stores.
+    fingerprint
+        Computes the fingerprint of the model; None if the model is not known.
+    """
+    tables = [(store.path / DISTILLED / entry.name, entry) for store in stores for entry in store.manifest.distilled]
+    if not tables or fingerprint is None:
+        return tables
+    model = fingerprint()
+    own = [table for table in tables if table[1].model == model]
+    for folder, entry in tables:
+        if entry.model != model:
+            done = "left out" if own else "drafted from, since there is none of this model"
+            logger.info("table of another model or format (%s, not %s) %s: %s", entry.model, model, done, folder)
+    return own or tables
 
 
-def largest_states(stores: Sequence[Datastore]) -> StateRows | None:
-    """Return the most state rows that a table of some stores has; damaged ones are logged and left out."""
-    found = (rows for rows in _opened(stores, states_of) if rows is not None)
+def distilled_tables(tables: Iterable[tuple[Path, DistilledEntry]]) -> list[DistilledTable]:
+    """Open tables; a damaged one is logged and left out."""
+    return list(_opened(tables, lambda folder, entry: DistilledTable.open(folder, entry.files)))
+
+
+def largest_states(tables: Iterable[tuple[Path, DistilledEntry]]) -> StateRows | None:
+    """Return the most state rows that one of some tables has; damaged ones are logged and left out."""
+    found = (rows for rows in _opened(tables, states_of) if rows is not None)
     return max(found, key=lambda rows: len(rows.keys), default=None)
 
 
-def _opened(stores: Sequence[Datastore], read: Callable[[Path, DistilledEntry], _Read]) -> Iterator[_Read]:
-    """Yield what is read of each table of some stores; what is damaged is logged and left out."""
-    for store in stores:
-        for entry in store.manifest.distilled:
-            try:
-                yield read(store.path / DISTILLED / entry.name, entry)
-            except StoreCorruptError as error:
-                logger.warning("not drafted from: %s", error)
+def _opened(
+    tables: Iterable[tuple[Path, DistilledEntry]], read: Callable[[Path, DistilledEntry], _Read]
+) -> Iterator[_Read]:
+    """Yield what is read of each table; what is damaged is logged and left out."""
+    for folder, entry in tables:
+        try:
+            yield read(folder, entry)
+        except StoreCorruptError as error:
+            logger.warning("not drafted from: %s", error)
