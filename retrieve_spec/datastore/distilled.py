@@ -184,9 +184,9 @@ def mapped(folder: Path, files: dict[str, FileEntry], name: str) -> NDArray[Any]
 
 
 def _contexts(folder: Path, entry: DistilledEntry) -> Contexts:
-    """Read the contexts of a table, and compare the checksums of its files."""
-    for name in _TABLE:
-        check_content(folder / name, entry.files[name])
+    """Read the contexts of a table, and compare the checksums of its files, those of state rows too."""
+    for name, file in entry.files.items():
+        check_content(folder / name, file)
     sets, entries = table_of(folder, entry.files)
     keys, counts = sets.reshape(-1, 2, WAYS).transpose(1, 0, 2).reshape(2, -1)
     used = np.flatnonzero(keys)

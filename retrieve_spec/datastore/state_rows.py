@@ -6,6 +6,7 @@ first is listed under its token; its parent is the row before it (`retrieve_spec
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.kernels.hidden_states import TOP, project
+
+logger = logging.getLogger(__name__)
 
 DIMS = 64
 """Dimensions of a key."""
@@ -137,6 +140,8 @@ class StateRows:
         Rows whose keys cannot be compared with those of the largest part are left out.
         """
         transform = max(parts, key=lambda part: len(part.keys)).transform
+        if others := sum(len(part.keys) for part in parts if not part.transform.is_same(transform)):
+            logger.warning("left out %d hidden states of stores that were distilled apart from the largest", others)
         parts = [part for part in parts if part.transform.is_same(transform)]
         keys, top_ids, shares = (
             np.concatenate([getattr(part, name) for part in parts]) for name in ("keys", "top_ids", "shares")

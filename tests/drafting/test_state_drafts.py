@@ -9,7 +9,7 @@ from retrieve_spec.datastore.distilled import add_distilled
 from retrieve_spec.datastore.edit import merge_datastores
 from retrieve_spec.datastore.inspection import verify_datastore
 from retrieve_spec.datastore.observations import Observations
-from retrieve_spec.datastore.state_rows import KeyTransform, StateCollector
+from retrieve_spec.datastore.state_rows import KeyTransform, StateCollector, StateRows
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.distilling import distil
 from retrieve_spec.drafting.drafter import Budget, VerifiedPass
@@ -28,9 +28,9 @@ def state(direction):
     return np.eye(SIZE, dtype=np.float32)[[direction]]
 
 
-def seen(*texts):
+def seen(*texts, transform=TRANSFORM):
     """State rows of texts: lists of (token, meaning after it, next token)."""
-    collector = StateCollector(TRANSFORM)
+    collector = StateCollector(transform)
     for text in texts:
         ids, meanings, following = (list(column) for column in zip(*text, strict=True))
         top_ids = np.full((len(ids), 8), -1, np.int32)
@@ -152,6 +152,25 @@ def test_a_damaged_file_is_left_out_and_named_by_verify(store, caplog):
     assert MixtureDrafter(datastores=[store]).wants_hidden is None and "keys" in caplog.text
     with pytest.raises(StoreCorruptError, match="keys"):
         verify_datastore(store.path)
+
+
+def test_states_that_were_fitted_apart_cannot_be_joined(caplog):
+    moved = KeyTransform(TRANSFORM.mean + 1, TRANSFORM.components)
+    joined = StateRows.joined([seen(*TEXTS), seen([(20, 5, 6), (6, 5, 70)], transform=moved)])
+    assert len(joined.keys) == 7 and "left out 2 hidden states" in caplog.text
+
+
+def test_damaged_states_are_not_copied_under_a_new_checksum(store, make_store, tmp_path):
+    """They would be found no more: a byte was changed, which opening a store does not notice."""
+    [entry] = store.manifest.distilled
+    path = store.path / "distilled" / entry.name / "shares"
+    content = path.read_bytes()
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    other = keep(make_store([[80, 81]]), [(20, 5, 8), (8, 5, 71)])
+    with pytest.raises(StoreCorruptError, match="shares"):
+        keep(store, [(20, 5, 6), (6, 5, 70)])
+    with pytest.raises(StoreCorruptError, match="shares"):
+        merge_datastores(tmp_path / "merged", [store.path, other.path])
 
 
 def test_later_states_are_added_and_stores_merge(store, make_store, tmp_path):
