@@ -69,7 +69,9 @@ class Server:
         return sum(float(value) for value in re.findall(rf"^vllm:{name}_total{{.*}} (\S+)$", self.get("metrics"), re.M))
 
     def client(self):
-        return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0)
+        return openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=STARTS
+        )
 
     def stop(self):
         with self.running:
