@@ -341,7 +341,7 @@ class ServingDrafter:
         RequestError
             A request is not under way, or named twice.
         ConfigError
-            The arrays are of another kind.
+            The arrays are of another kind, or what was seen has different numbers of rows.
         RequestDiverged
             A text does not go on from what its request was given; nothing was done.
         """
@@ -362,7 +362,7 @@ class ServingDrafter:
                 self._drafted, self._rested = (cost, 0, context), True
             else:
                 seconds = _seconds(cost, context)
-                said = None if seen is None or self._rested else seen()
+                said = None if seen is None or self._rested else _checked(seen())
                 drafts = slots.step(plan, lengths, _NO_COST if seconds is None else seconds, said)
                 self._rested = False
                 self._note_step(cost, sum(map(len, drafts)), context, seconds)
@@ -525,6 +525,18 @@ def _kind(requests: Many[Request]) -> str:
 def _seconds(cost: CostModel, context: int) -> Seconds | None:
     """Return the (MAX_NODES + 1,) seconds of a step with 0 … MAX_NODES nodes; None without measurements."""
     return cost.seconds(context, MAX_NODES) if cost.measured else None
+
+
+def _checked(seen: SeenPass | None) -> SeenPass | None:
+    """Return what was seen; raise `ConfigError` if kernels would read past the end of one of its arrays."""
+    if seen is None:
+        return None
+    ids, logits, hidden = seen
+    ours = ids.dtype == np.int32 and logits.dtype == np.float32 and ids.flags.c_contiguous and logits.flags.c_contiguous
+    rows = ids.shape == logits.shape and (hidden is None or (hidden.ndim == 2 and len(hidden) == len(ids)))
+    got = [None if part is None else (part.dtype, part.shape) for part in seen]
+    require(ours and rows, "top tokens, logits and states of the same rows, without gaps", got, "See `SeenPass`.")
+    return seen
 
 
 def _per_row(value: int | Many[int], rows: int, name: str) -> list[int]:

@@ -92,7 +92,8 @@ class Proposer:
 
     def _watch(self, _module: Any, inputs: tuple[Any, ...], logits: Any) -> None:
         """Remember a pass, until it is asked for or the next one comes."""
-        self._logits = None if logits is None else (inputs[1], logits)
+        known = logits is not None and len(inputs) > 1  # what is raised here ends the engine's pass
+        self._logits = (inputs[1], logits) if known else None
 
     def _seen(self, watched: tuple[Any, Any] | None) -> SeenPass | None:
         """Return what the model said in a pass, if that was watched."""
@@ -128,10 +129,11 @@ class Proposer:
             A draft for each row, possibly empty.
         """
         nothing = [_NO_DRAFT] * len(sampled_token_ids)
+        watched, self._logits = self._logits, None  # else the next pass is made beside them
         if self._silent or self._hosted.is_off:
             return nothing
         try:
-            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, watched)
         except Exception:  # continue without drafts
             self._hosted.failed()
             self._known.clear()
@@ -139,10 +141,13 @@ class Proposer:
             return nothing
 
     def _propose(
-        self, sampled: list[list[int]], lengths: NDArray[np.int32], texts: NDArray[np.int32]
+        self,
+        sampled: list[list[int]],
+        lengths: NDArray[np.int32],
+        texts: NDArray[np.int32],
+        watched: tuple[Any, Any] | None,
     ) -> list[list[int]]:
         came = perf_counter()
-        watched, self._logits = self._logits, None
         runner = self._runner()
         if runner is None:
             return [_NO_DRAFT] * len(sampled)

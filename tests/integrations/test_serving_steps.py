@@ -209,6 +209,34 @@ def test_arrays_of_another_kind_are_refused():
     assert drafter.step(["a"], text, lengths, [1], [90], 4) == [text[1, 40:44].tolist()]
 
 
+@pytest.mark.parametrize("wrong", ["few states", "few logits", "narrow logits", "half logits", "gaps", "one state"])
+def test_what_was_seen_is_refused_if_its_arrays_do_not_fit_each_other(states, wrong):
+    """The kernel would read past the end of one of them."""
+    drafter = ServingDrafter(datastores=[states], recycling=True)
+    drafter.start("a", CIRCLE[0, :30])
+    [draft] = drafter.step(["a"], CIRCLE, np.array([31], np.int32), [0], [90], 4)
+    rows = len(draft) + 1
+    ids, logits, hidden = (
+        np.zeros((rows, 8), np.int32),
+        np.zeros((rows, 8), np.float32),
+        np.zeros((rows, 6), np.float32),
+    )
+    seen = {
+        "few states": SeenPass(ids, logits, hidden[:1]),
+        "few logits": SeenPass(ids, logits[:1], hidden),
+        "narrow logits": SeenPass(ids, np.zeros((rows, 2), np.float32), hidden),
+        "half logits": SeenPass(ids, logits.astype(np.float16), hidden),
+        "gaps": SeenPass(np.zeros((rows, 16), np.int32)[:, ::2], logits, hidden),
+        "one state": SeenPass(ids, logits, hidden[0]),
+    }[wrong]
+    lengths = np.array([31 + rows], np.int32)
+    with pytest.raises(ConfigError, match="states of the same rows"):
+        drafter.step(["a"], CIRCLE, lengths, [0], [90], 4, lambda: seen)
+    assert drafter.length("a") == 31
+    fits = SeenPass(ids, logits, hidden)
+    assert drafter.step(["a"], CIRCLE, lengths, [0], [90], 4, lambda: fits) == [CIRCLE[0, 36:40].tolist()]
+
+
 @pytest.mark.threads
 def test_others_go_on_while_long_prompts_are_taken_in():
     drafter = ServingDrafter(SpeculationConfig(session=True))

@@ -1,6 +1,7 @@
 """The proposer behind a runner that does what vLLM's does, as far as a proposer sees it; vLLM is not needed."""
 
 import logging
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -213,6 +214,27 @@ def test_a_failure_leaves_the_answer_and_ends_drafting(caplog, monkeypatch):
     with caplog.at_level(logging.CRITICAL):
         assert runner.write("a") == plain(list(range(9)) * 3)
     assert runner.drafter.statistics()["failures"] == 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_logits_are_not_kept_for_the_next_pass(monkeypatch, fails):
+    """They can have gigabytes; also when drafting is off."""
+    runner, made = Runner(), []
+    runner.model[0].register_forward_hook(lambda module, inputs, logits: made.append(weakref.ref(logits)))
+    if fails:
+        monkeypatch.setattr(runner.drafter.drafter, "step", lambda *_: 1 / 0)
+    runner.add("a", list(range(9)) * 3)
+    for _ in range(5):
+        runner.step(["a"])
+    assert made.pop()() is None
+
+
+def test_a_model_that_names_the_hidden_states_it_makes_logits_of():
+    runner = Runner()
+    [processor] = runner.model
+    processor(texts=[[1, 2]], hidden=torch.zeros(1, 3))
+    runner.add("a", list(range(9)) * 3)
+    assert runner.write("a") == plain(list(range(9)) * 3)
 
 
 def test_ranks_that_only_follow_draft_nothing_and_replicas_keep_states_of_their_own(tmp_path):
