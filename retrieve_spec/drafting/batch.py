@@ -202,7 +202,7 @@ class Slots:
         self, plan: NDArray[Any], lengths: NDArray[np.int32], cost: NDArray[np.float32], seen: SeenPass
     ) -> list[list[int]]:
         """Call the kernel again until there is room for all tokens."""
-        plan["begin"], count = 0, len(self.rows)
+        plan["begin"], count = -1, len(self.rows)
         addresses, said = (address_of(plan), address_of(self._calls)), (*seen[:2], self._keys_of(seen.hidden))
         while (drafted := kernels.step_chains(*addresses, count, lengths, cost, *said, self._out)) < 0:
             if drafted == kernels.DIVERGED:

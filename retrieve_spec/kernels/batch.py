@@ -35,7 +35,7 @@ PLAN = np.dtype(
             *("context", "diverged_row"),
             # counters: steps, rows, drafted tokens, accepted tokens, emitted tokens
             *("steps", "rows", "drafted", "accepted", "emitted"),
-            # first row of a call, 0 for a new step; rows before it have drafted
+            # first row of a call, -1 for a new step; rows before it have drafted
             "begin",
         )
     ],
@@ -258,8 +258,9 @@ def step_chains(
         return FULL
     plan.context = longest
     least = _least_that_pays(rows, cost)
-    if plan.begin == 0:
+    if plan.begin < 0:
         _divide(plan, calls, np.int64(len(top_ids)))
+        plan.begin = 0
     for i in range(plan.begin, rows):
         request, length = request_at(calls[i].request), np.int64(lengths[calls[i].place])
         known = request.length
