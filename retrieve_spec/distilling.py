@@ -165,7 +165,7 @@ def distil(
             work.ask_each_token(earlier.contexts)
             for text in texts:
                 work.read(text)
-            work.ask(general_prompts(earlier.tokens) if prompts is None else prompts)
+            work.ask(general_prompts(random.getrandbits(64)) if prompts is None else prompts)
         except _Done:
             pass
         except KeyboardInterrupt:

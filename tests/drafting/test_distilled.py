@@ -353,6 +353,13 @@ def test_a_later_run_asks_what_the_earlier_one_did_not(reference_model, referenc
     assert again.answers == same.answers == 1, "an answer that the store has is no error"
 
 
+def test_runs_of_which_none_knows_the_other_ask_other_prompts(reference_model, reference_tokenizer, tmp_path):
+    apart = [tmp_path / "one", tmp_path / "other"]
+    runs = [distil(reference_model, reference_tokenizer, store, max_tokens=30) for store in apart]
+    merge_datastores(tmp_path / "both", apart)
+    assert open_datastore(tmp_path / "both").manifest.documents == sum(run.answers for run in runs)
+
+
 def test_what_another_process_writes_meanwhile_is_waited_for_and_kept(reference_model, reference_tokenizer, tmp_path):
     store, texts = tmp_path / "store", ["x = 1\n" * 9]
     read = distil(reference_model, reference_tokenizer, store, prompts=[], texts=texts).tokens
