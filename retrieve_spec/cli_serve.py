@@ -260,7 +260,7 @@ def serve(
                 click.echo(_BUNDLED, err=True)
 
     with closing(early), loading_bars(not quiet):
-        run(
+        still_loads = run(
             models,
             config,
             sources=sources,
@@ -270,6 +270,8 @@ def serve(
             on_listening=say,
             on_loaded=end_loading,
         )
+    if still_loads:
+        os._exit(0)  # where Python ends a thread that compiles, C++ aborts the process
 
 
 @click.command(short_help="Serve inline completions as a language server.")

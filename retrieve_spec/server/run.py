@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -169,8 +170,8 @@ def serve(
     early: EarlyListener | None = None,
     on_listening: Callable[[str], None] = lambda url: None,
     on_loaded: Callable[[], None] = lambda: None,
-) -> None:
-    """Serve until interrupted.
+) -> bool:
+    """Serve until interrupted; return whether a model was still being loaded, which only the process's end ends.
 
     `names` are models in the form of `named`. The first is loaded now, each other one at its first request; datastores
     and the session's file belong to the first, because they contain its tokens.
@@ -213,9 +214,11 @@ def serve(
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     log.info("listening on %s", url)
     on_listening(url)
-    server.run(sockets=[early.release()])
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has ended
+        server.run(sockets=[early.release()])
     if models.error is not None:
         raise models.error
+    return any(model.state == "loading" for model in known.values())
 
 
 def server_settings(app: Any) -> Any:

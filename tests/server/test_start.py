@@ -85,6 +85,14 @@ def test_a_server_that_is_ended_says_so_to_who_waits(server):
     assert "Traceback" not in said
 
 
+def test_a_server_that_is_interrupted_while_it_compiles_ends_as_usual(processes, tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    server = processes()
+    wait_for(lambda: any(tmp_path.rglob("*.nbi")))
+    said = server.stop(signal.SIGINT)
+    assert server.child.returncode == 0 and "terminate called" not in said
+
+
 def test_the_address_answers_before_libraries_are_imported():
     early = EarlyListener(listen("127.0.0.1", 0))
     url = f"http://127.0.0.1:{early.socket.getsockname()[1]}"
