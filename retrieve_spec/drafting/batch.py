@@ -18,8 +18,8 @@ from retrieve_spec.sources.rows import address_of
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:
-    from retrieve_spec.datastore.state_rows import StateRows
     from retrieve_spec.datastore.store import Datastore
+    from retrieve_spec.sources.distilled import ModelTables
 
 _FIRST_OUTPUT = 1024
 _CONTEXTS = 1 << 14
@@ -58,7 +58,7 @@ class BatchRow(MixtureDrafter):
         datastores: Many[Datastore],
         calibration: Calibration,
         recycling: bool = False,
-        state_rows: StateRows | None = None,
+        distilled: ModelTables | None = None,
     ) -> None:
         super().__init__(
             config,
@@ -67,7 +67,7 @@ class BatchRow(MixtureDrafter):
             session=session,
             datastores=datastores,
             calibration=calibration,
-            state_rows=state_rows,
+            distilled=distilled,
         )
         self._output: NDArray[np.int32] = np.empty(_FIRST_OUTPUT, np.int32)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
@@ -25,14 +25,13 @@ from retrieve_spec.kernels.phrases import BOUNDARY
 from retrieve_spec.sources import EXACT, NGRAM
 from retrieve_spec.sources.automaton import SuffixAutomaton
 from retrieve_spec.sources.dense import DenseIndexes, DenseSource
-from retrieve_spec.sources.distilled import distilled_tables, largest_states, tables_for
+from retrieve_spec.sources.distilled import ModelTables
 from retrieve_spec.sources.hidden_states import SimilarStates
 from retrieve_spec.sources.recycling import MANY_CONTEXTS, Bigrams, RecyclingTable
 from retrieve_spec.sources.rows import Alignments, Prediction, store_rows
 from retrieve_spec.sources.session import SessionMemory
 
 if TYPE_CHECKING:
-    from retrieve_spec.datastore.state_rows import StateRows
     from retrieve_spec.datastore.store import Datastore
 
 _BOUNDARY = np.array([BOUNDARY], np.int32)
@@ -97,10 +96,8 @@ class MixtureDrafter(ScopedDrafter):
         Learned weights and phrases to start from and to go on learning; fresh ones when None.
     bigrams
         Of the target, if they are known.
-    state_rows
-        Of the stores, if they were opened before.
-    fingerprint
-        Computes the fingerprint of the target, if it is known: its own distilled tables come before other models'.
+    distilled
+        What the stores have of the target; None opens their tables of any model.
 
     Attributes
     ----------
@@ -125,8 +122,7 @@ class MixtureDrafter(ScopedDrafter):
         datastores: Sequence[Datastore] = (),
         calibration: Calibration | None = None,
         bigrams: Bigrams | None = None,
-        state_rows: StateRows | None = None,
-        fingerprint: Callable[[], str] | None = None,
+        distilled: ModelTables | None = None,
     ) -> None:
         self.config = config or SpeculationConfig()
         self.calibration = self._own_calibration = calibration or Calibration()
@@ -134,8 +130,8 @@ class MixtureDrafter(ScopedDrafter):
         self.datastores = list(datastores)
         indexes = DenseIndexes(datastores if self.config.dense == AUTO else ())
         sees_states = recycling and indexes.layer in (None, "last")
-        tables = tables_for(self.datastores, fingerprint)
-        state_rows = (state_rows or largest_states(tables)) if sees_states else None
+        known = distilled or ModelTables(self.datastores)
+        state_rows = known.states if sees_states else None
         ngram_rows, exact_rows = store_rows(self.datastores, NGRAM, EXACT)
         self.sources = TextSources(
             context=SuffixAutomaton(4096, shortest=1),
@@ -145,7 +141,7 @@ class MixtureDrafter(ScopedDrafter):
             dense=None if indexes.layer is None else DenseSource(indexes),
             ngram=ngram_rows,
             recycling=RecyclingTable(contexts) if recycling else None,
-            distilled=distilled_tables(tables),
+            distilled=known.tables,
             bigrams=bigrams,
             phrases=self.calibration.phrases if self.config.phrases == AUTO else None,
             states=None if state_rows is None else SimilarStates(state_rows),

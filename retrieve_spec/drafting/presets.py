@@ -14,6 +14,7 @@ from retrieve_spec.drafting.published.search import Stand
 from retrieve_spec.drafting.published.stores import Dresd, Hierarchy, Rest, Sam, SamRecycling
 from retrieve_spec.drafting.published.text import AdaptiveNgram, AdaptiveTrigram, PromptLookup, SuffixDecoding
 from retrieve_spec.errors import UnknownPresetError, nearest
+from retrieve_spec.sources.distilled import ModelTables
 from retrieve_spec.sources.recycling import MANY_CONTEXTS, Bigrams
 from retrieve_spec.sources.session import SessionMemory
 
@@ -82,6 +83,6 @@ def build_drafter(
             calibration=calibration,
             bigrams=bigrams,
             contexts=contexts,
-            fingerprint=fingerprint,
+            distilled=ModelTables(datastores, fingerprint),
         )
     return preset(() if preset is Dresd and config.dense != AUTO else datastores, session)

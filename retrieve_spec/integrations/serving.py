@@ -26,7 +26,7 @@ from retrieve_spec.engine.draft_batch import BatchBudget, draft_batch
 from retrieve_spec.errors import ConfigError, PromptError, RequestError, RetrieveSpecError, in_a_line, require
 from retrieve_spec.kernels.batch import PLAN
 from retrieve_spec.sources.answers import AnswerMemory, answers_by_scope
-from retrieve_spec.sources.distilled import largest_states, tables_for
+from retrieve_spec.sources.distilled import ModelTables
 from retrieve_spec.sources.session import SessionMemory, token_ids_of
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class ServingDrafter:
     ) -> None:
         self.config = (config or SpeculationConfig()).with_options(dense="off", provenance=False)
         self.datastores, self.recycling = list(datastores), recycling
-        self._state_rows = largest_states(tables_for(self.datastores)) if recycling else None
+        self._distilled = ModelTables(self.datastores)
         self.vocabulary = vocabulary
         self.session = SessionMemory(self.config.session_tokens) if self.config.session else None
         self._folder = None if state is None else _open_folder(state)
@@ -189,7 +189,7 @@ class ServingDrafter:
             raise PromptError("a prompt of one token at least", "an empty one", "Start with what the model reads.")
         kind = SAMPLED if sampled else GREEDY
         learned = self._calibrations[kind]
-        row = BatchRow(self.config, self.session, self.datastores, learned, self.recycling, self._state_rows)
+        row = BatchRow(self.config, self.session, self.datastores, learned, self.recycling, self._distilled)
         row.start(prompt, prediction)  # may take a while for long prompts; others continue
         with self._lock:
             if request in self._requests:

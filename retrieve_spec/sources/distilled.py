@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -61,49 +62,48 @@ class DistilledTable:
         return cls(*table_of(folder, files))
 
 
-def tables_for(
-    stores: Sequence[Datastore], fingerprint: Callable[[], str] | None = None
-) -> list[tuple[Path, DistilledEntry]]:
-    """Return the folders and entries of the tables in some stores: those of a model, or all if it has none there.
+class ModelTables:
+    """The tables and state rows of a model in some stores, opened when they are first asked for.
 
-    A table of the model in another format has another fingerprint, and is a good drafter where it is the only one.
+    Those of other models are left out, unless there are none of this one: a table of the model in another format has
+    another fingerprint, and is a good drafter. What is damaged is logged and left out.
 
     Parameters
     ----------
     stores
         Open stores.
     fingerprint
-        Computes the fingerprint of the model; None if the model is not known.
+        Computes the fingerprint of the model; None if the model is not known: then all tables are taken.
     """
-    tables = [(store.path / DISTILLED / entry.name, entry) for store in stores for entry in store.manifest.distilled]
-    if not tables or fingerprint is None:
-        return tables
-    model = fingerprint()
-    own = [table for table in tables if table[1].model == model]
-    for folder, entry in tables:
-        if entry.model != model:
-            done = "left out" if own else "drafted from, since there is none of this model"
-            logger.info("table of another model or format (%s, not %s) %s: %s", entry.model, model, done, folder)
-    return own or tables
 
+    def __init__(self, stores: Sequence[Datastore], fingerprint: Callable[[], str] | None = None) -> None:
+        every = [(store.path / DISTILLED / entry.name, entry) for store in stores for entry in store.manifest.distilled]
+        self._taken = every
+        if not every or fingerprint is None:
+            return
+        model = fingerprint()
+        own = [table for table in every if table[1].model == model]
+        for folder, entry in every:
+            if entry.model != model:
+                done = "left out" if own else "drafted from, since there is none of this model"
+                logger.info("table of another model or format (%s, not %s) %s: %s", entry.model, model, done, folder)
+        self._taken = own or every
 
-def distilled_tables(tables: Iterable[tuple[Path, DistilledEntry]]) -> list[DistilledTable]:
-    """Open tables; a damaged one is logged and left out."""
-    return list(_opened(tables, lambda folder, entry: DistilledTable.open(folder, entry.files)))
+    @cached_property
+    def tables(self) -> list[DistilledTable]:
+        """The tables."""
+        return list(self._opened(lambda folder, entry: DistilledTable.open(folder, entry.files)))
 
+    @cached_property
+    def states(self) -> StateRows | None:
+        """The most state rows that one of the tables has."""
+        found = (rows for rows in self._opened(states_of) if rows is not None)
+        return max(found, key=lambda rows: len(rows.keys), default=None)
 
-def largest_states(tables: Iterable[tuple[Path, DistilledEntry]]) -> StateRows | None:
-    """Return the most state rows that one of some tables has; damaged ones are logged and left out."""
-    found = (rows for rows in _opened(tables, states_of) if rows is not None)
-    return max(found, key=lambda rows: len(rows.keys), default=None)
-
-
-def _opened(
-    tables: Iterable[tuple[Path, DistilledEntry]], read: Callable[[Path, DistilledEntry], _Read]
-) -> Iterator[_Read]:
-    """Yield what is read of each table; what is damaged is logged and left out."""
-    for folder, entry in tables:
-        try:
-            yield read(folder, entry)
-        except StoreCorruptError as error:
-            logger.warning("not drafted from: %s", error)
+    def _opened(self, read: Callable[[Path, DistilledEntry], _Read]) -> Iterator[_Read]:
+        """Yield what is read of each table."""
+        for folder, entry in self._taken:
+            try:
+                yield read(folder, entry)
+            except StoreCorruptError as error:
+                logger.warning("not drafted from: %s", error)

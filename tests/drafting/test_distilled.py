@@ -38,7 +38,7 @@ from retrieve_spec.errors import (
     TraceError,
 )
 from retrieve_spec.sources import SOURCE_NAMES
-from retrieve_spec.sources.distilled import distilled_tables, largest_states, tables_for
+from retrieve_spec.sources.distilled import ModelTables
 
 
 def said(*contexts):
@@ -105,7 +105,7 @@ def test_what_a_model_says_later_is_added_to_its_table(store):
     keep(store, said(([6, 8], (8, 9))))
     store = keep(store, said(([6], (3, 9))), "model:2")
     assert [(entry.model, entry.tokens) for entry in store.manifest.distilled] == [("model:1", 3), ("model:2", 1)]
-    assert len(distilled_tables(tables_for([store]))) == len(list((store.path / "distilled").iterdir())) == 2
+    assert len(ModelTables([store]).tables) == len(list((store.path / "distilled").iterdir())) == 2
     assert sum(path.stat().st_size for path in folder_of(store).iterdir()) < 4000, "as large as what it holds"
     found = distilled_of(store.path, store.manifest, "model:1").contexts
     assert sorted(found.top_ids.tolist()) == [[7, 9], *[[8, 9]] * 4] and found.counts.tolist() == [1] * 5
@@ -125,7 +125,7 @@ def test_a_table_whose_files_do_not_fit_each_other_is_left_out(store, caplog, na
     path.write_bytes(content)
     files = entry.files | {name: replace(entry.files[name], bytes=size, sha256=sha256(content).hexdigest())}
     write_manifest(store.path, replace(store.manifest, distilled=(replace(entry, files=files),)))
-    assert distilled_tables(tables_for([open_datastore(store.path)])) == []
+    assert ModelTables([open_datastore(store.path)]).tables == []
     assert "not drafted from" in caplog.text and "contexts" in caplog.text
     with pytest.raises(StoreCorruptError, match="a power of two of contexts"):
         keep(store, said(([6], (8, 9))))
@@ -136,7 +136,7 @@ def test_a_damaged_table_is_left_out(store, caplog, damage):
     store = keep(store, said(([5], (7, 9))))
     path = folder_of(store) / damage
     path.write_bytes(path.read_bytes()[:-40])
-    assert distilled_tables(tables_for([store])) == []
+    assert ModelTables([store]).tables == []
     assert "not drafted from" in caplog.text and damage in caplog.text
 
 
@@ -342,7 +342,7 @@ def test_a_model_that_names_no_output_embeddings_makes_a_table_without_states(
     monkeypatch.setattr(reference_model, "get_output_embeddings", lambda: None)
     report = distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=["def f("], max_tokens=8)
     assert report.tokens == 8 and report.contexts > 8
-    assert largest_states(tables_for([open_datastore(tmp_path / "store")])) is None
+    assert ModelTables([open_datastore(tmp_path / "store")]).states is None
 
 
 def test_a_later_run_asks_what_the_earlier_one_did_not(reference_model, reference_tokenizer, tmp_path):
@@ -412,7 +412,7 @@ def test_a_text_is_read_up_to_the_limit(reference_model, reference_tokenizer, tm
 def test_texts_alone_make_a_store(reference_model, reference_tokenizer, tmp_path):
     distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=[], texts=["x = 1\n" * 9])
     store = open_datastore(tmp_path / "store")
-    assert not store.manifest.documents and len(distilled_tables(tables_for([store]))) == 1
+    assert not store.manifest.documents and len(ModelTables([store]).tables) == 1
 
 
 @pytest.mark.usefixtures("never_asked")

@@ -17,7 +17,7 @@ from retrieve_spec.drafting.mixture import MixtureDrafter
 from retrieve_spec.drafting.tree import DraftTree
 from retrieve_spec.errors import StoreCorruptError
 from retrieve_spec.sources import SOURCE_NAMES
-from retrieve_spec.sources.distilled import largest_states, tables_for
+from retrieve_spec.sources.distilled import ModelTables
 
 SIZE = 8
 TRANSFORM = KeyTransform(np.zeros(SIZE, np.float32), np.eye(SIZE, dtype=np.float32))
@@ -128,7 +128,7 @@ def test_states_and_table_of_the_model_that_runs_come_before_larger_ones(store, 
     """Another model's are drafted from where there are no others: they may be the same model's in another format."""
     store = keep(store, [(10, 1, 5), (5, 5, 6), (6, 5, 7)], model="model:2")
     with caplog.at_level("INFO", "retrieve_spec"):
-        drafter = MixtureDrafter(datastores=[store], fingerprint=lambda: model)
+        drafter = MixtureDrafter(datastores=[store], distilled=ModelTables([store], lambda: model))
     assert "model:1" in caplog.text and done in caplog.text
     assert len(drafter.sources.distilled) == (1 if model == "model:2" else 2)
     told(drafter, [60, 61], state(1), 5)
@@ -175,7 +175,7 @@ def test_damaged_states_are_not_copied_under_a_new_checksum(store, make_store, t
 
 def test_later_states_are_added_and_stores_merge(store, make_store, tmp_path):
     store = keep(store, [(20, 5, 6), (6, 5, 70)])
-    assert len(largest_states(tables_for([store])).keys) == 9
+    assert len(ModelTables([store]).states.keys) == 9
     other = keep(make_store([[80, 81]]), [(20, 5, 8), (8, 5, 71)])
     merge_datastores(tmp_path / "merged", [store.path, other.path])
     verify_datastore(tmp_path / "merged")
@@ -192,7 +192,7 @@ def test_a_model_finds_its_own_states_and_says_the_same(reference_model, referen
         texts = ["".join(f"def f{i}(a, b):\n    return a + {i}\n\n" for i in range(first, first + 60))]
         distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=["class Stack:"], texts=texts)
     store = open_datastore(tmp_path / "store")
-    rows = largest_states(tables_for([store]))
+    rows = ModelTables([store]).states
     assert rows.keys.shape[1] == 64 and len(rows.keys) > 2000
     ids = reference_tokenizer("def add(x, y):\n    return", return_tensors="pt").input_ids
     for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "seed": 3}):
