@@ -23,8 +23,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from retrieve_spec.config import SpeculationConfig
-from retrieve_spec.engine.joining import CallOptions, DelegatedCall, Prepared, sequences_of
-from retrieve_spec.engine.sequence import Sequence
+from retrieve_spec.engine.joining import CallOptions, DelegatedCall, Prepared
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ConfigError, PromptError, UnknownTokenError, nearest
 from retrieve_spec.generation.delegation import (
@@ -40,7 +39,6 @@ from retrieve_spec.generation.delegation import (
     why_call_delegated,
     why_prepared_delegated,
 )
-from retrieve_spec.generation.templates import Templates
 from retrieve_spec.model_layers import embedded_tokens
 from retrieve_spec.verify.interface import ModelInterface, input_device
 from retrieve_spec.verify.steps import Captured, capture
@@ -170,37 +168,14 @@ def _as_rows(value: Any, device: torch.device) -> torch.Tensor:
     return (tensor if tensor.ndim > 1 else tensor[None]).to(device)
 
 
-def open_sequence(
-    model: Any,
-    input_ids: torch.Tensor,
-    options: CallOptions,
-    *,
-    templates: Templates | None = None,
-    **kwargs: Any,
-) -> Sequence | None:
-    """Return the sequence of a row (1, L), which `speculation.engine` joins and takes from pass to pass.
-
-    Other arguments are those of `generate_stream`. None where the call is left to the original `generate`.
-    """
-    tokenizer = kwargs.get("tokenizer")
-    prepared = prepare_call(model, {**as_inputs(input_ids, tokenizer, model), **kwargs}, templates=templates)
-    if isinstance(prepared, str):
-        return None
-    expected = prediction_ids(options.prediction, tokenizer, model)
-    (sequence,) = sequences_of(speculation_of(model), prepared, [expected], options)
-    return sequence
-
-
-def prepare_call(
-    model: Any, arguments: dict[str, Any], why_single: str = TOO_MANY, templates: Templates | None = None
-) -> Prepared | str:
+def prepare_call(model: Any, arguments: dict[str, Any], why_single: str = TOO_MANY) -> Prepared | str:
     """Return the prepared call, or why the original `generate` decodes it; other parameters as of `prepare`."""
     if why_own := own_generate(model):
         return why_own
     if model.speculation.engine.is_stepping:
         return "it is asked for in the middle of another generation"
     try:
-        return prepare(model, original(model), model.speculation.interface, arguments, why_single, templates)
+        return prepare(model, original(model), model.speculation.interface, arguments, why_single)
     except DelegatedCall as why:
         return str(why)
 
@@ -240,9 +215,8 @@ _FIXED = ("static", "sliding_window", "hybrid_chunked")
 
 
 def prepare(
-    model: Any, generate: Generate, interface: ModelInterface, arguments: dict[str, Any], why_single: str = TOO_MANY,
-    templates: Templates | None = None,
-) -> Prepared:  # fmt: skip
+    model: Any, generate: Generate, interface: ModelInterface, arguments: dict[str, Any], why_single: str = TOO_MANY
+) -> Prepared:
     """Let the original `generate` prepare a call.
 
     Parameters
@@ -253,8 +227,6 @@ def prepare(
         The call's arguments by name; `streamer` and `tokenizer` are left to the caller.
     why_single
         Why a call of several rows is left to `generate`; empty where it is not.
-    templates
-        Earlier calls, from which this one can be made.
 
     Raises
     ------
@@ -279,10 +251,7 @@ def prepare(
         arguments["stopping_criteria"] = StoppingCriteriaList(
             [*(arguments.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stop_strings)]
         )
-    if templates is not None and stop_strings is None:
-        captured = templates.prepare(generate, arguments)
-    else:
-        captured = generate(**{**arguments, "custom_generate": capture})
+    captured = generate(**{**arguments, "custom_generate": capture})
     if streamer is not None and len(captured.input_ids) > 1:
         raise DelegatedCall("a streamer gets tokens of several rows")
     return from_captured(model, captured, interface, arguments, why_single)
@@ -319,7 +288,7 @@ def from_captured(
     if interface.has_encoder:
         prepared.context_ids = _encoded_ids(model, arguments, captured.input_ids)
     if not extras_of(prepared, interface.cache_name):  # else placeholders of images may have no embedding
-        _check_embedded(model, prepared.inputs)
+        check_embedded(model, prepared.inputs)
     if len(call.ids) > 1 and (reason := why_batch_delegated(Batch(prepared, interface))):
         raise DelegatedCall(reason)
     return prepared
@@ -396,7 +365,7 @@ def _encoded_ids(model: Any, arguments: dict[str, Any], ids: torch.Tensor) -> ND
     return both
 
 
-def _check_embedded(model: Any, inputs: VerifierInputs) -> None:
+def check_embedded(model: Any, inputs: VerifierInputs) -> None:
     """Refuse a prompt that has, among the tokens still to be read, one without an embedding."""
     unread = inputs.input_ids[:, inputs.past_length if inputs.holds_past else 0 :]
     known = embedded_tokens(model)

@@ -27,7 +27,6 @@ from retrieve_spec.engine.scheduler import Scheduler, Turn, of_lowest_rank
 from retrieve_spec.engine.sequence import Sequence as Decoded
 from retrieve_spec.engine.speculation import Speculation
 from retrieve_spec.errors import ServeError
-from retrieve_spec.generation.request import open_sequence
 from retrieve_spec.generation.streams import generate_stream
 from retrieve_spec.generation.templates import Templates
 from retrieve_spec.model_layers import max_positions
@@ -41,6 +40,7 @@ from retrieve_spec.server.sampling import (
     TokenLogProb,
     TopLogProbSampler,
 )
+from retrieve_spec.verify.interface import input_device
 
 _MEASURED = 256
 _PIECE = 20
@@ -204,7 +204,8 @@ class Backend:
         self._infill: Any = None
         self._grammars: Grammars | None = None
         self._beginnings: Beginnings | None = None
-        self._templates = Templates(self._cache_name)
+        self._templates = Templates(model)
+        self._device = input_device(model)
         self.n_ctx = max_positions(model) or 4096
         if ctx_size:
             self.n_ctx = min(self.n_ctx, ctx_size)
@@ -295,7 +296,7 @@ class Backend:
     ) -> Text:  # fmt: skip
         """Return a text that continues a prompt; the cache contains a proper prefix of it. No pass is run yet."""
         turn = turn or Turn()
-        ids = torch.from_numpy(np.array(prompt_ids, np.int64)[None])
+        ids = torch.tensor(np.asarray(prompt_ids, np.int64)[None], device=self._device)
         arguments: dict[str, Any] = {
             "tokenizer": self.tokenizer,
             "attention_mask": torch.ones_like(ids),  # else `generate` takes padding tokens in a text for padding
@@ -306,7 +307,7 @@ class Backend:
         if end_ids:
             arguments["eos_token_id"] = sorted(end_ids)
         options = hints.options(sampling)
-        sequence = open_sequence(self.model, ids, options, templates=self._templates, **arguments)
+        sequence = self._templates.open(ids, options, **arguments)
         if sequence is None and sampling.logprobs is not None:
             got = "a model that is left to its own `generate`"
             raise ServeError("log-probabilities from passes of this library", got, "Leave logprobs out.")

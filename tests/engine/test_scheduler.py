@@ -4,16 +4,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 import retrieve_spec as rs
 from retrieve_spec.engine.joining import CallOptions
 from retrieve_spec.engine.scheduler import AHEAD, ORDINARY, TYPING, Scheduler, Turn
 from retrieve_spec.engine.sequence import Sequence, Status
-from retrieve_spec.generation.request import open_sequence
+from retrieve_spec.generation.templates import Templates
 
 
 def opened(model: Any, prompt: torch.Tensor, turn: Turn) -> Sequence:
-    sequence = open_sequence(model, prompt, CallOptions(), max_new_tokens=12, do_sample=False)
+    cache = DynamicCache(config=model.config)
+    options = {"past_key_values": cache, "max_new_tokens": 12, "do_sample": False}
+    sequence = Templates(model).open(prompt, CallOptions(), **options)
     assert sequence is not None
     sequence.turn = turn
     model.speculation.engine.join(sequence)

@@ -11,9 +11,10 @@ from transformers.generation.logits_process import LogitsProcessor
 
 import retrieve_spec as rs
 from retrieve_spec.engine.joining import CallOptions
-from retrieve_spec.generation.request import open_sequence
+from retrieve_spec.errors import UnknownTokenError
+from retrieve_spec.generation import request
+from retrieve_spec.generation.request import prepare_call
 from retrieve_spec.generation.templates import Templates
-from retrieve_spec.verify.steps import capture
 
 OPTIONS = [
     {"do_sample": False},
@@ -58,57 +59,68 @@ def calls(model, options):
         }
 
 
-def described(captured):
+def described(prepared):
     """What a call begins with, in a form that can be compared."""
-    config = captured.generation_config.to_dict()
+    inputs, config = prepared.inputs, prepared.config.to_dict()
     return {
-        "ids": captured.input_ids.tolist(),
-        "cache": id(captured.model_kwargs["past_key_values"]),
-        "kwargs": {k: v.tolist() if torch.is_tensor(v) else v for k, v in captured.model_kwargs.items()},
+        "ids": inputs.input_ids.tolist(),
+        "cache": id(inputs.model_kwargs["past_key_values"]),
+        "kwargs": {k: v.tolist() if torch.is_tensor(v) else v for k, v in inputs.model_kwargs.items()},
+        "lengths": (inputs.past_length, inputs.holds_past, inputs.max_length, inputs.returns_cache),
+        "is_callers": prepared.callers_cache,
         "processors": [
             id(one) if isinstance(one, Guide) else (type(one), repr(sorted(vars(one).items())))
-            for one in captured.logits_processor
+            for one in prepared.processors
         ],
         "criteria": [
             (type(one), {name: repr(value) for name, value in vars(one).items() if name != "initial_timestamp"})
-            for one in captured.stopping_criteria
+            for one in prepared.criteria
         ],
         "config": {name: repr(value) for name, value in config.items()},
-        "mask_length": getattr(captured.generation_config, "_mask_length", None),
     }
 
 
 @pytest.mark.parametrize("options", [*OPTIONS, *OF_ONE_TEXT], ids=repr)
 @torch.no_grad()
 def test_a_call_from_a_template_is_what_generate_prepares(tiny, options):
-    templates = Templates("past_key_values")
+    templates = Templates(rs.accelerate(tiny))
     for arguments in calls(tiny, options):
-        made = templates.prepare(tiny.generate, copy.copy(arguments))
-        assert described(made) == described(tiny.generate(**arguments, custom_generate=capture))
+        assert described(templates.prepare(copy.copy(arguments))) == described(prepare_call(tiny, arguments))
 
 
 @torch.no_grad()
-def test_generate_prepares_each_kind_of_call_once(tiny):
-    templates, prepared = Templates("past_key_values"), []
+def test_generate_prepares_each_kind_of_call_once(tiny, monkeypatch):
+    templates, prepared, original = Templates(rs.accelerate(tiny)), [], request.original
 
     def generate(**arguments):
         prepared.append(arguments)
-        return tiny.generate(**arguments)
+        return original(tiny)(**arguments)
 
+    monkeypatch.setattr(request, "original", lambda model: generate)
     for _ in range(3):
         for options in OPTIONS:
             for arguments in calls(tiny, options):
-                templates.prepare(generate, arguments)
+                templates.prepare(arguments)
     assert len(prepared) == len(OPTIONS)
     for arguments in calls(tiny, OF_ONE_TEXT[0]):  # prepared each time, and once more for the template
-        templates.prepare(generate, arguments)
+        templates.prepare(arguments)
     assert len(prepared) == len(OPTIONS) + 5
 
 
 @torch.no_grad()
+def test_a_token_that_the_model_does_not_embed_is_refused_in_later_calls_too(tiny):
+    templates = Templates(rs.accelerate(tiny))
+    for arguments in calls(tiny, OPTIONS[0]):
+        templates.prepare(arguments)
+    arguments["input_ids"] = torch.full((1, 20), 10**6)
+    with pytest.raises(UnknownTokenError):
+        templates.prepare(arguments)
+
+
+@torch.no_grad()
 def test_nothing_of_a_text_is_kept(tiny):
-    templates, (arguments, *_) = Templates("past_key_values"), calls(tiny, OPTIONS[0])
-    templates.prepare(tiny.generate, arguments)
+    templates, (arguments, *_) = Templates(rs.accelerate(tiny)), calls(tiny, OPTIONS[0])
+    templates.prepare(arguments)
     ids, cache = (weakref.ref(arguments.pop(name)) for name in ("input_ids", "past_key_values"))
     gc.collect()
     assert ids() is None and cache() is None
@@ -118,11 +130,11 @@ def test_nothing_of_a_text_is_kept(tiny):
 def test_texts_of_templates_are_those_of_generate(tiny):
     plain = copy.deepcopy(tiny)
     model = rs.accelerate(tiny)
-    templates = Templates("past_key_values")
+    templates = Templates(model)
     for options in OPTIONS[:2]:
         for arguments in calls(plain, options):
             expected = plain.generate(**copy.deepcopy(arguments))[0].tolist()
-            sequence = open_sequence(model, arguments.pop("input_ids"), CallOptions(), templates=templates, **arguments)
+            sequence = templates.open(arguments.pop("input_ids"), CallOptions(), **arguments)
             for _ in model.speculation.engine.run([sequence]):
                 pass
             assert sequence.text.ids.tolist() == expected

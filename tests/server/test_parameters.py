@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from retrieve_spec.generation.templates import Templates
+
 PROMPT = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n"
 BODY = {"prompt": PROMPT, "max_tokens": 24}
 
@@ -138,7 +140,7 @@ def test_log_probabilities_at_a_cursor_are_of_all_that_is_said(reference_live):
 
 
 def test_a_model_that_decodes_by_itself_says_that_it_tells_no_log_probabilities(reference_live, monkeypatch):
-    monkeypatch.setattr("retrieve_spec.server.backend.open_sequence", lambda *_, **__: None)
+    monkeypatch.setattr(Templates, "open", lambda *_, **__: None)
     raw = reference_live.post("/v1/completions", {**BODY, "logprobs": 1})
     assert raw.status_code == 500 and "log-probabilities" in raw.json()["error"]["message"]
     assert reference_live.post("/v1/completions", {**BODY, "presence_penalty": 1}).status_code == 200
