@@ -339,7 +339,8 @@ def _text_drafters(
     """Make the drafter of each row; nothing is opened yet."""
     drafters, interface, ranks = speculation.drafters, speculation.interface, speculation.ranks
     siblings: list[Siblings | None] = [None] * len(rows)
-    if options.siblings != "off" and drafts.draft != OFF:
+    may_share = len(rows) > 1 or drafters.rollouts is not None
+    if may_share and options.siblings != "off" and drafts.draft != OFF:
         siblings = siblings_of(rows, drafters, drafts, interface.cache_name, interface.vocabulary)
     context_ids = prepared.context_ids if options.context_ids is None else options.context_ids
     return [

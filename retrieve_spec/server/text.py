@@ -291,7 +291,7 @@ class StopScanner:
         self._words = [StopWord(word) for word in rules.words]
         self._clock = clock
         self._decoder = TextDecoder(codec.decode)
-        self._decoder.push(codec.encode_prompt("a", add_special_tokens=False))  # else some drop leading spaces
+        self._decoder.push(codec.encode_cached("a"))  # else some drop leading spaces
         self._first_token_at: float | None = None
         self._begun = len(rules.begun)
         self._codec = codec
