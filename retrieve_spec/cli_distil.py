@@ -57,8 +57,8 @@ def distil(
     """Let a model answer prompts, and keep its answers and next tokens in the datastore STORE.
 
     The store is created if needed. The answers become its documents, and a table lists the model's most probable tokens
-    after short contexts. Drafts from it are right more often than drafts from other text. A later run adds to it;
-    Ctrl-C keeps what was done so far.
+    after short contexts. Drafts from it are right more often than drafts from other text. A later run adds to it.
+    What was done is saved every five minutes and at the end, also when Ctrl-C ends it.
     """
     from retrieve_spec import distilling
     from retrieve_spec.reference_model import load_model

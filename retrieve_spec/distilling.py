@@ -16,7 +16,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
@@ -54,7 +54,9 @@ _ANSWER, _PIECE, _TOP = 256, 512, 8
 _FOLLOWED_UP = 4
 """One conversation in so many has a second turn: reading the first one again takes as long as writing it."""
 _AGAIN_S, _PATIENCE_S = 0.5, 3600.0
-"""Seconds between attempts to write a store that another process is writing, and of all of them."""
+"""Seconds between attempts to write a store that another process is writing, and of all of them at the end."""
+SAVED_EVERY_S = 300.0
+"""Seconds between saves, each of which takes a few."""
 _Result = TypeVar("_Result")
 FOLLOW_UPS = (
     "Say that in other words.", "Give an example.", "Make it shorter.", "Why?", "What should I read next?",
@@ -74,7 +76,7 @@ class DistilReport:
     answers, tokens
         Number of answers, and of tokens that the model wrote and read.
     contexts
-        Number of contexts in the table, at the end; 0 before.
+        Number of contexts in the table when it was last saved; 0 before.
     seconds
         Duration.
     tokens_per_pass
@@ -118,8 +120,8 @@ def distil(
 ) -> DistilReport:
     """Let a model answer prompts and read texts, and keep what it says in a store.
 
-    A later run with the same model adds to what is there. Ctrl-C ends it and keeps what was done. At the end it waits
-    while another process is writing the store.
+    A later run with the same model adds to what is there. What was done is saved every `SAVED_EVERY_S` seconds and at
+    the end, also when Ctrl-C ends it. At the end it waits while another process is writing the store.
 
     Parameters
     ----------
@@ -152,6 +154,7 @@ def distil(
         raise ConfigError(f"contexts as a power of two, at least {WAYS}", str(contexts), remedy)
     store, fingerprint = folder_of(store, "distil"), model_fingerprint(model)
     earlier = _earlier(store, tokenizer, fingerprint)
+    save = partial(_save, store=store, tokenizer=tokenizer, model=fingerprint, contexts=contexts)
     with accelerated(model, tokenizer):
         work = _Work(
             model,
@@ -160,6 +163,7 @@ def distil(
             max_tokens,
             perf_counter() + 60.0 * minutes,
             on_progress,
+            save,
         )
         try:
             work.ask_each_token(earlier.contexts)
@@ -173,11 +177,12 @@ def distil(
                 raise
         except Exception:  # for example a prompt that is too long; keep what came before
             if work.tokens:
-                _keep(work, store, tokenizer, fingerprint, contexts)
+                save(work)
             raise
     if not work.tokens:
         raise ConfigError("prompts to ask or texts to read", "none", "Leave prompts out to ask general ones.")
-    return replace(work.report(), contexts=_keep(work, store, tokenizer, fingerprint, contexts))
+    save(work)
+    return work.report()
 
 
 def _earlier(store: Path, tokenizer: Any, model: str) -> Distilled:
@@ -231,7 +236,15 @@ class _Conversation:
 
 
 class _Work:
-    """Answers and observations so far."""
+    """What was done so far.
+
+    Attributes
+    ----------
+    answers, observed, states
+        Answers, observations and states that are not saved yet.
+    tokens, contexts
+        As in the report.
+    """
 
     def __init__(
         self,
@@ -241,10 +254,12 @@ class _Work:
         max_tokens: float,
         end: float,
         on_progress: Callable[[DistilReport], None] | None,
+        save: Callable[..., None],
     ) -> None:
         self._model, self._tokenizer, self.states = model, tokenizer, states
         self._max_tokens, self._end, self._began, self._on_progress = max_tokens, end, perf_counter(), on_progress
-        self._passes = self._generated = self._planned = self.tokens = 0
+        self._save, self._saved = save, self._began
+        self._passes = self._generated = self._planned = self._answered = self.tokens = self.contexts = 0
         self.answers: list[str] = []
         self.observed: list[Observations] = []
         self._bigrams = model.speculation.drafters.bigrams
@@ -253,7 +268,7 @@ class _Work:
         """Return the report."""
         seconds, pace = perf_counter() - self._began, self._generated / max(self._passes, 1)
         asked = 0 if self._bigrams is None else len(self._bigrams.known)
-        return DistilReport(len(self.answers), self.tokens, 0, seconds, pace, asked)
+        return DistilReport(self._answered, self.tokens, self.contexts, seconds, pace, asked)
 
     def ask_each_token(self, earlier: Contexts | None) -> None:
         """Learn what the model says after each token alone, its bigrams, unless all are among earlier contexts.
@@ -333,6 +348,7 @@ class _Work:
         else:  # without a drafter passes are not observed, and some models show no hidden states
             self._observe(ids)
         self.answers.append(answer)
+        self._answered += 1
         self._passes += output.report.passes
         self._generated += len(output.token_ids)
         self._planned -= done.request["max_new_tokens"] - len(output.token_ids)
@@ -384,19 +400,27 @@ class _Work:
 
     def _count(self, tokens: int) -> None:
         self.tokens += tokens
+        if perf_counter() - self._saved >= SAVED_EVERY_S:
+            with suppress(StoreLockedError):  # the next save includes it
+                self._save(self, patience=0.0)
+            self._saved = perf_counter()
         if not self._has_time() or self.tokens >= self._max_tokens:
             raise _Done
 
 
-def _keep(work: _Work, store: Path, tokenizer: Any, model: str, contexts: int) -> int:
-    """Write the work into a store, which is created if needed; return the number of contexts of the table."""
+def _save(work: _Work, store: Path, tokenizer: Any, model: str, contexts: int, patience: float = _PATIENCE_S) -> None:
+    """Write what is new of the work into a store, which is created if needed."""
     if not (store / MANIFEST).exists():
-        _when_free(partial(create_datastore, store, tokenizer))
-    observations = Observations.joined(work.observed)
-    known = _when_free(partial(add_distilled, observations, contexts, store, model, work.states.rows()))
+        _when_free(partial(create_datastore, store, tokenizer), patience)
+    if work.observed:
+        said, rows = Observations.joined(work.observed), work.states.rows()
+        work.contexts, states = _when_free(partial(add_distilled, said, contexts, store, model, rows), patience)
+        work.observed = []
+        if rows is not None and states is not None:
+            work.states = StateCollector(states.transform)
     if any(work.answers):
-        _when_free(partial(_add_answers, store, work.answers))
-    return known
+        _when_free(partial(_add_answers, store, work.answers), patience)
+    work.answers = []
 
 
 def _add_answers(store: Path, answers: list[str]) -> None:
@@ -407,9 +431,9 @@ def _add_answers(store: Path, answers: list[str]) -> None:
         add_documents(store, [Source(str(path))])
 
 
-def _when_free(change: Callable[[], _Result]) -> _Result:
-    """Change a store as soon as no other process is writing it, for which it waits `_PATIENCE_S` at most."""
-    end = perf_counter() + _PATIENCE_S
+def _when_free(change: Callable[[], _Result], patience: float) -> _Result:
+    """Change a store as soon as no other process is writing it, for which it waits `patience` seconds at most."""
+    end = perf_counter() + patience
     while True:
         try:
             return change()

@@ -39,7 +39,7 @@ _SET_BYTES = SET * np.dtype(np.uint64).itemsize
 
 def add_distilled(
     observations: Observations, capacity: int, store: Path, model: str, states: StateRows | None = None
-) -> int:
+) -> tuple[int, StateRows | None]:
     """Add observations of a model to its table in a store.
 
     Parameters
@@ -57,8 +57,8 @@ def add_distilled(
 
     Returns
     -------
-    int
-        Number of contexts in the table.
+    tuple
+        Number of contexts in the table, and its state rows, if any.
 
     Raises
     ------
@@ -78,7 +78,7 @@ def add_distilled(
         others = [other for other in manifest.distilled if other.model != model]
         following = replace(manifest, distilled=(*others, entry))
         publish(work, following, manifest.segments, (), event, counts=(0, 0))
-    return int(np.count_nonzero(table[0][:, :WAYS]))
+    return int(np.count_nonzero(table[0][:, :WAYS])), states
 
 
 def copy_tables(work: WorkFolder, stores: Iterable[tuple[Path, Manifest]]) -> tuple[DistilledEntry, ...]:

@@ -2,6 +2,9 @@
 
 import json
 import random
+import signal
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -14,6 +17,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from filelock import FileLock
+from processes import running
 
 import retrieve_spec as rs
 from retrieve_spec import distilling
@@ -386,10 +390,76 @@ def test_what_another_process_writes_meanwhile_is_waited_for_and_kept(reference_
 
 
 def test_a_store_that_stays_locked_is_an_error_in_the_end(store, monkeypatch):
-    monkeypatch.setattr(distilling, "_PATIENCE_S", 0.0)
     monkeypatch.setattr(distilling, "_AGAIN_S", 0.0)
     with FileLock(store.path / "lock"), pytest.raises(StoreLockedError, match="another process is writing"):
-        distilling._when_free(partial(keep, store, said(([5], (6, 7)))))
+        distilling._when_free(partial(keep, store, said(([5], (6, 7)))), patience=0.0)
+
+
+def test_what_is_saved_in_between_is_added_once(reference_model, reference_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(distilling, "_ANSWER", 40)
+
+    def run(name, seconds):
+        """What the store has in the end, and what it had meanwhile."""
+        monkeypatch.setattr(distilling, "SAVED_EVERY_S", seconds)
+        texts, path, seen = ["x = 1\n" * 20, "def f(a):\n    return a\n" * 20], tmp_path / name, []
+
+        def look(report):
+            if path.exists():
+                seen.append((report.contexts, open_datastore(path).manifest.documents))
+
+        report = distil(reference_model, reference_tokenizer, path, prompts=PROMPTS, texts=texts, on_progress=look)
+        verify_datastore(path)
+        manifest = open_datastore(path).manifest
+        [table] = manifest.distilled
+        found = distilled_of(path, manifest, table.model)
+        assert report.contexts == len(found.contexts.keys) and report.answers == manifest.documents
+        return (report.answers, report.contexts, table.tokens, len(found.states.keys)), seen
+
+    often, seen = run("often", 0.0)
+    assert seen[-1][0] and seen[-1][1] == often[0] > 1
+    assert run("in the end", 1e9) == (often, [])
+
+
+def test_what_cannot_be_saved_while_another_process_writes_is_saved_next_time(
+    reference_model, reference_tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(distilling, "SAVED_EVERY_S", 0.0)
+    store, seen = tmp_path / "store", []
+    distil(reference_model, reference_tokenizer, store, prompts=[], texts=["x = 1\n"])
+    lock = FileLock(store / "lock")
+
+    def look(report):
+        seen.append(report.contexts)
+        lock.release(force=True) if len(seen) == 2 else lock.acquire()
+
+    distil(
+        reference_model, reference_tokenizer, store, prompts=[], texts=["y = 2\n", "z\n", "w = 4\n"], on_progress=look
+    )
+    lock.release(force=True)
+    assert 0 < seen[0] == seen[1] < seen[2]
+
+
+KILLED = """
+import sys
+from retrieve_spec import distilling
+from retrieve_spec.reference_model import load_model
+distilling.SAVED_EVERY_S = 0.0
+distilling.distil(*load_model(), sys.argv[1], on_progress=lambda report: print(report.contexts, flush=True))
+"""
+
+
+@pytest.mark.slow
+def test_what_was_saved_is_there_after_a_kill_and_gone_on_with(reference_model, reference_tokenizer, tmp_path):
+    store = tmp_path / "store"
+    with running([sys.executable, "-c", KILLED, str(store)], stdout=subprocess.PIPE, text=True) as child:
+        next(line for line in child.stdout if int(line))
+        child.send_signal(signal.SIGKILL)
+    assert verify_datastore(store)["documents"] > 0
+    [before] = open_datastore(store).manifest.distilled
+    report = distil(reference_model, reference_tokenizer, store, max_tokens=30)
+    [after] = open_datastore(store).manifest.distilled
+    assert after.tokens >= before.tokens + report.tokens
+    verify_datastore(store)
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, ValueError])
