@@ -92,23 +92,35 @@ async def tokenize(body: schemas.TokenizeRequest, service: Meant) -> Response:
     if len(body.content) > _MOST_CHARS:
         raise Refusal(400, f"{len(body.content)} characters; at most {_MOST_CHARS} are encoded at once")
 
-    def encode() -> list[Any]:
+    def encode() -> list[int]:
+        if body.conversation is not None:
+            return service.prompts.chat(body.conversation).token_ids
         if body.parse_special:
-            ids = codec.encode_prompt(body.content, add_special_tokens=body.add_special)
-        else:
-            ids = codec.encode(body.content)
-        if not body.with_pieces:
-            return ids
-        return [{"id": i, "piece": piece} for i, piece in zip(ids, codec.pieces(ids), strict=True)]
+            return codec.encode_prompt(body.content, add_special_tokens=body.add_special)
+        return codec.encode(body.content)
 
-    return await asyncio.to_thread(lambda: JSONResponse({"tokens": encode()}))
+    def answer() -> JSONResponse:
+        ids = encode()
+        told: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": service.backend.n_ctx}
+        if body.with_pieces:
+            told["tokens"] = [{"id": i, "piece": piece} for i, piece in zip(ids, codec.pieces(ids), strict=True)]
+        if body.return_token_strs:
+            told["token_strs"] = codec.pieces(ids)
+        return JSONResponse(told)
+
+    return await asyncio.to_thread(answer)
 
 
 @router.post("/detokenize", responses=errors(400, 408, 413, 503))
 async def detokenize(body: schemas.DetokenizeRequest, service: Meant) -> Response:
-    """Convert token ids to text."""
+    """Convert token ids to text: llama.cpp's `content` and vLLM's `prompt`."""
     ids = service.known(body.tokens)
-    return await asyncio.to_thread(lambda: JSONResponse({"content": service.codec.decode(ids)}))
+
+    def answer() -> JSONResponse:
+        text = service.codec.decode(ids)
+        return JSONResponse({"content": text, "prompt": text})
+
+    return await asyncio.to_thread(answer)
 
 
 @router.post("/apply-template", responses=errors(400, 408, 413, 503))

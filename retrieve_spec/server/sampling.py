@@ -43,6 +43,11 @@ SamplerName = Literal[
     "dry", "top_k", "typ_p", "top_p", "top_n_sigma", "min_p", "temperature", "xtc", "infill", "penalties", "adaptive_p"
 ]
 """llama.cpp's samplers; unsupported ones have no effect unless their own field is set, which is refused."""
+SAMPLER_LETTERS: dict[str, SamplerName] = {
+    "d": "dry", "k": "top_k", "y": "typ_p", "p": "top_p", "s": "top_n_sigma", "m": "min_p", "t": "temperature",
+    "x": "xtc", "i": "infill", "e": "penalties", "a": "adaptive_p",
+}  # fmt: skip
+"""llama.cpp's letters for them."""
 
 _COLDEST = 1e-30
 """Divided by less, logits in float32 become infinite."""

@@ -36,7 +36,7 @@ from transformers import PreTrainedTokenizerBase
 
 from retrieve_spec.server.guard import UNSUPPORTED
 from retrieve_spec.server.history import chat_tools, chat_turns, only, read_choice, read_content
-from retrieve_spec.server.sampling import SamplerName
+from retrieve_spec.server.sampling import SAMPLER_LETTERS, SamplerName
 from retrieve_spec.server.text import line_end, with_line_feeds
 from retrieve_spec.server.tools import referenced
 
@@ -58,7 +58,7 @@ RepetitionPenalty = Annotated[float, Field(allow_inf_nan=False, gt=0, le=100)]
 Bias = Annotated[float, Field(allow_inf_nan=False, ge=-100, le=100)]
 TopTokens = Annotated[StrictInt, Field(ge=0, le=20)]
 Text = StrictStr
-FunctionName = Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[\w.:/ -]{1,128}$")]
 TokenId = Annotated[StrictInt, Field(ge=0, le=1 << 31)]
 _NEVER = -100.0
 """A bias with which a token is not chosen, as OpenAI describes it."""
@@ -214,6 +214,12 @@ class Common(SamplingOptions, Speculating):
     response_fields: Items[Text] | None = None
     return_tokens: StrictBool | None = None
     user: Any = None
+
+    @field_validator("samplers", mode="before")
+    @classmethod
+    def _by_letter(cls, given: Any) -> Any:
+        """Return the names of samplers; llama.cpp also takes a text with a letter for each."""
+        return [SAMPLER_LETTERS.get(letter, letter) for letter in given] if isinstance(given, str) else given
 
     def written(self, text: str) -> str:
         """Return a text, or a part of one, with the document's line ends."""
@@ -398,6 +404,16 @@ def of_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
     return {**others, **definition} if isinstance(definition, dict) else parameters
 
 
+def _with_lower_types(schema: Any) -> Any:
+    """Return a JSON schema with the types in lower case; Gemini's clients send OBJECT and STRING."""
+    if isinstance(schema, list):
+        return [_with_lower_types(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    lower = {"type": schema["type"].lower()} if isinstance(schema.get("type"), str) else {}
+    return {key: _with_lower_types(value) for key, value in schema.items()} | lower
+
+
 class Function(_Whole):
     """A function that the model may call: name, description, JSON schema of the arguments."""
 
@@ -410,6 +426,7 @@ class Function(_Whole):
     def _without_what_says_nothing(cls, given: Any) -> Any:
         """Drop null and empty fields, which Go and PHP send for unset ones."""
         if isinstance(given, dict):
+            given = _with_lower_types(given) if given.get("type") == "OBJECT" else given
             unset = {"type": "", "properties": [], "required": {}}
             return {key: value for key, value in given.items() if value is not None and value != unset.get(key)}
         return None if given in ([], True) else given
@@ -577,23 +594,36 @@ class ChatRequest(Conversation, OpenAIOptions):
         return self
 
 
+class TemplateRequest(Conversation):
+    """`POST /apply-template`."""
+
+
 class TokenizeRequest(Asked):
-    """`POST /tokenize`."""
+    """`POST /tokenize`: llama.cpp's `content`, or vLLM's `prompt` or `messages`."""
 
     content: Text
     add_special: StrictBool = False
     parse_special: StrictBool = True
     with_pieces: StrictBool = False
+    conversation: TemplateRequest | None = Field(None, description="What is tokenized instead, as vLLM's `messages`.")
+    return_token_strs: StrictBool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_vllm(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict) or "content" in fields:
+            return fields
+        if "messages" in fields:
+            return {**fields, "content": "", "conversation": fields}
+        if "prompt" in fields:
+            return {**fields, "content": fields["prompt"], "add_special": fields.get("add_special_tokens", True)}
+        return fields
 
 
 class DetokenizeRequest(Asked):
     """`POST /detokenize`."""
 
     tokens: Items[TokenId]
-
-
-class TemplateRequest(Conversation):
-    """`POST /apply-template`."""
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -630,7 +660,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "allowed_token_ids": (),
     "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "prompt_embeds": (),
     "chat_template": (),

@@ -89,6 +89,24 @@ def test_an_agent_makes_two_calls_and_ends(agent):
         assert turns[0] == turns[1] == ([call, call, []] if "tools" in client.body else [[], [], []]), client
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_with_blanks_and_geminis_names_of_types_are_taken(served, templated, family):
+    """Servers of MCP have names with blanks; Gemini's packages write the types of JSON Schema in capitals."""
+    templated.chat_template = FAMILIES[family]
+    call = called(family, "Web Search: find", {"type": "A", "of": [1]})
+    server = served(("I look.</think>" if family == "qwen3.5" else "") + call)
+    parts = {"type": {"type": "STRING", "enum": ["A"]}, "of": {"type": "ARRAY", "items": {"type": "INTEGER"}}}
+    given = {"name": "Web Search: find", "parameters": {"type": "OBJECT", "properties": parts, "required": ["of"]}}
+    answer = server.post(
+        "/v1/chat/completions", {"messages": [USER], "tools": [{"type": "function", "function": given}]}
+    )
+    assert answer.status_code == 200, answer.text
+    [made] = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert made["function"]["name"] == given["name"]
+    prompt = server.service.codec.decode(server.backend.prompts[-1])
+    assert '"array"' in prompt and '"ARRAY"' not in prompt and '"A"' in prompt
+
+
 def test_a_thread_that_is_not_kept_is_asked_for_whole(served):
     server = served("said")
     asked = {"max_tokens": 9, "messages": [USER], "thread": {"type": "continue", "previous_message_id": "msg_1"}}

@@ -195,6 +195,11 @@ def test_small_endpoints(server):
     assert tokens[0] == 1 and server.post("/detokenize", {"tokens": tokens}).json()["content"] == "<|fim_prefix|>x"
     pieces = server.post("/tokenize", {"content": "a b", "with_pieces": True}).json()["tokens"]
     assert "".join(token["piece"] for token in pieces) == "a b"
+    asked = server.post("/tokenize", {"prompt": "a b", "add_special_tokens": False, "return_token_strs": True}).json()
+    assert "".join(asked["token_strs"]) == "a b" and asked["count"] == len(asked["tokens"]) < asked["max_model_len"]
+    prompt = server.post("/apply-template", {"messages": HELLO}).json()["prompt"]
+    tokens = server.post("/tokenize", {"messages": HELLO}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": tokens}).json()["prompt"] == prompt
     assert "<|im_start|>" in server.post("/apply-template", {"messages": HELLO}).json()["prompt"]
     assert server.client.delete("/v1/workspace").json()["forgotten"] is True
     assert server.client.get("/nowhere").json()["error"]["code"] == 404

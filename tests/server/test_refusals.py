@@ -35,7 +35,7 @@ MALFORMED = {
         ({"top_p": 2}, '"top_p"'),
         ({"top_p": -0.1}, '"top_p"'),
         ({"min_p": 5}, '"min_p"'),
-        ({"samplers": "kpt"}, '"samplers"'),
+        ({"samplers": "kpq"}, '"samplers.2"'),
         ({"samplers": ["top_k", "bogus"]}, '"samplers.1": Input should be'),
         ({"temperature": 1e400}, "not JSON"),
     ],
@@ -59,7 +59,7 @@ MALFORMED = {
         ({"messages": []}, '"messages"'),
         ({"messages": []}, '"messages"'),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
-        (function(name="a b"), '"tools.0.function.name"'),
+        (function(name="a\nb"), '"tools.0.function.name"'),
         (function(parameters={"type": "string"}), '"tools.0.function.parameters"'),
         (function(parameters={"$ref": "#/a", "a": {"properties": []}}), '"tools.0.function.parameters"'),
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
@@ -94,7 +94,7 @@ UNSERVED = {
     ],
     "/v1/completions": [
         {"prompt_logprobs": 1, "best_of": 2},
-        {"include_stop_str_in_output": True, "skip_special_tokens": False},
+        {"include_stop_str_in_output": True, "prompt_embeds": "x"},
     ],
     "/v1/chat/completions": [
         {"json_schema": {"type": "object"}, "length_penalty": 0.5},

@@ -81,6 +81,7 @@ USER = {"role": "user", "content": "x"}
         ("/v1/chat/completions", {"temperature": 0}, Sampling()),
         ("/v1/chat/completions", {"samplers": []}, Sampling(chain=())),
         ("/v1/completions", {}, Sampling()),
+        ("/v1/completions", {"samplers": "kpt", "top_k": 3}, Sampling(0, 3, chain=("top_k", "top_p", "temperature"))),
         ("/infill", {}, Sampling()),
     ],
 )

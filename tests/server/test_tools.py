@@ -20,7 +20,7 @@ from retrieve_spec.server.schemas import ChatRequest
 from retrieve_spec.server.tools import CallParser, ToolCall, calls_grammar
 
 F, G = ToolCall("f", {"a": "</tool_call> ]}"}), ToolCall("get", {"b": [1, {"c": None}], "é": "\n"})
-NAMES = dict.fromkeys(("f", "fu", "get", "g"))
+NAMES = dict.fromkeys(("f", "fu", "get", "g", "Web Search:find-it"))
 formats = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 tagged = pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt.tags], ids=lambda fmt: fmt.name)
 CODER = find_tool_format("", "qwen-coder")
@@ -102,6 +102,12 @@ def test_calls_are_found_wherever_the_text_is_cut(fmt):
         ]
     behind = cut_everywhere(fmt, f"{spelled(fmt, [F])}\nDone. ")
     assert behind == [F, "\nDone. "]
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if not fmt.python], ids=lambda fmt: fmt.name)
+def test_names_of_servers_with_blanks_are_called(fmt):
+    call = ToolCall("Web Search:find-it", {"a": "b"})
+    assert cut_everywhere(fmt, spelled(fmt, [call])) == [call]
 
 
 @formats
