@@ -26,10 +26,10 @@ from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.scheduler import Scheduler, Turn, of_lowest_rank
 from retrieve_spec.engine.sequence import Sequence as Decoded
 from retrieve_spec.engine.speculation import Speculation
-from retrieve_spec.errors import ServeError
 from retrieve_spec.generation.streams import generate_stream
 from retrieve_spec.generation.templates import Templates
 from retrieve_spec.model_layers import max_positions
+from retrieve_spec.server.guard import UNSUPPORTED, Refusal
 from retrieve_spec.server.sampling import (
     BeginningProcessor,
     Beginnings,
@@ -309,8 +309,8 @@ class Backend:
         options = hints.options(sampling)
         sequence = self._templates.open(ids, options, **arguments)
         if sequence is None and sampling.logprobs is not None:
-            got = "a model that is left to its own `generate`"
-            raise ServeError("log-probabilities from passes of this library", got, "Leave logprobs out.")
+            told = "a text that the model's own `generate` writes has no log-probabilities here; leave logprobs out"
+            raise Refusal(400, told, UNSUPPORTED)
         if sequence is None:
             draft, seed, scope = options.draft, options.seed, options.scope
             return LoneText(generate_stream(self.model, ids, draft=draft, seed=seed, scope=scope, **arguments), turn)

@@ -188,7 +188,7 @@ async def _collect(request: Request, stream: TaskStream) -> list[Completion]:
         stream.close()
     failed = next((done for done in finished if done.outcome == "failed"), None)
     if failed is not None:
-        raise Refusal(500, failed.error, "server_error")
+        raise failed.refusal or Refusal(500, failed.error, "server_error")
     return finished
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from threading import Condition
 from time import monotonic
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from retrieve_spec.engine.scheduler import AHEAD, ORDINARY, TYPING, Turn
 from retrieve_spec.server.backend import COPY_FROM, Backend, DraftHints, Slot, SlotPool, can_cut
 from retrieve_spec.server.sampling import Sampling, TokenLogProb
 from retrieve_spec.server.text import StopRules, StopScanner, StopType, TextCodec
+
+if TYPE_CHECKING:
+    from retrieve_spec.server.guard import Refusal
 
 Outcome = Literal["done", "superseded", "cancelled", "failed"]
 
@@ -126,8 +129,8 @@ class Completion:
         Seconds from the request to the first token.
     report
         Passes and drafts.
-    error
-        The error, for the log.
+    error, refusal
+        The error, for the log, and the answer to a request that the model cannot serve.
     """
 
     outcome: Outcome = "done"
@@ -147,6 +150,7 @@ class Completion:
     first_s: float = 0.0
     report: GenerationReport = field(default_factory=GenerationReport)
     error: str = ""
+    refusal: Refusal | None = None
 
     @property
     def predicted(self) -> int:

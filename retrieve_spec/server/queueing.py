@@ -344,6 +344,10 @@ class RequestQueue:
         """End these jobs with an error raised inside, and report it to their clients."""
         try:
             yield
+        except Refusal as refusal:
+            for job in jobs:
+                job.close(keep=False)
+                self._finish(job, Completion("failed", error=refusal.detail, refusal=refusal))
         except Exception as error:
             log.exception("a completion failed")
             for job in jobs:

@@ -140,10 +140,19 @@ def test_log_probabilities_at_a_cursor_are_of_all_that_is_said(reference_live):
 
 
 def test_a_model_that_decodes_by_itself_says_that_it_tells_no_log_probabilities(reference_live, monkeypatch):
-    monkeypatch.setattr(Templates, "open", lambda *_, **__: None)
-    raw = reference_live.post("/v1/completions", {**BODY, "logprobs": 1})
-    assert raw.status_code == 500 and "log-probabilities" in raw.json()["error"]["message"]
-    assert reference_live.post("/v1/completions", {**BODY, "presence_penalty": 1}).status_code == 200
+    """And costs nobody a cache, as a failure does."""
+    plain = {**BODY, "temperature": 0}
+    asked = {**plain, "prompt": "import os", "logprobs": 1}
+    reference_live.post("/v1/completions", plain)
+    with monkeypatch.context() as patch:
+        patch.setattr(Templates, "prepare", lambda *_: "the model has a way of decoding of its own")
+        refused = reference_live.post("/v1/completions", asked)
+        told, *_ = reference_live.events("/v1/completions", {**asked, "stream": True})
+        penalised = {"prompt": "import re", "max_tokens": 9, "presence_penalty": 1}
+        assert reference_live.post("/v1/completions", penalised).status_code == 200
+    assert refused.status_code == 400 and "log-probabilities" in refused.json()["error"]["message"]
+    assert "log-probabilities" in json.loads(told)["error"]["message"]
+    assert reference_live.post("/v1/completions", plain).json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 9
 
 
 def test_penalties_and_biases_are_generates(reference, reference_live, greedy):
