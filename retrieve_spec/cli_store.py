@@ -474,10 +474,15 @@ def _dense_rows(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _distilled_rows(manifest: Manifest) -> list[tuple[str, str]]:
+    from retrieve_spec.datastore.distilled import rows_of
+
     rows = []
     for entry in manifest.distilled:
+        counts = {"token": entry.tokens, "context": entry.contexts, "hidden state": rows_of(entry)}
         size = sum(file.bytes for file in entry.files.values())
-        rows.append(("distilled", f"{entry.model[:19]}, {counted(entry.tokens, 'token')}, {size / 1e6:,.1f} MB"))
+        parts = [counted(count, noun) for noun, count in counts.items() if count]
+        model = f"{entry.title or 'model'} ({entry.model[7:19]})"
+        rows.append(("distilled", ", ".join([model, *parts, f"{size / 1e6:,.1f} MB"])))
     return rows
 
 

@@ -35,7 +35,7 @@ from retrieve_spec.datastore.manifest import MANIFEST
 from retrieve_spec.datastore.observations import Contexts, Observations, keys_of_tokens
 from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.sources import Source
-from retrieve_spec.datastore.state_rows import StateCollector
+from retrieve_spec.datastore.state_rows import StateCollector, StateRows
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.engine.first_passes import learn_bigrams
@@ -154,7 +154,8 @@ def distil(
         raise ConfigError(f"contexts as a power of two, at least {WAYS}", str(contexts), remedy)
     store, fingerprint = folder_of(store, "distil"), model_fingerprint(model)
     earlier = _earlier(store, tokenizer, fingerprint)
-    save = partial(_save, store=store, tokenizer=tokenizer, model=fingerprint, contexts=contexts)
+    add = partial(add_distilled, capacity=contexts, store=store, model=fingerprint, title=_title(model))
+    save = partial(_save, store=store, tokenizer=tokenizer, add=add)
     with accelerated(model, tokenizer):
         work = _Work(
             model,
@@ -408,13 +409,26 @@ class _Work:
             raise _Done
 
 
-def _save(work: _Work, store: Path, tokenizer: Any, model: str, contexts: int, patience: float = _PATIENCE_S) -> None:
-    """Write what is new of the work into a store, which is created if needed."""
+def _title(model: Any) -> str:
+    """Return what people call a model: its name or folder, and how its weights are quantised."""
+    quantised = getattr(model.config, "quantization_config", None)
+    bits = getattr(quantised, "bits", None)
+    return Path(model.name_or_path).name + (f" int{bits}" if bits else " quantised" if quantised else "")
+
+
+def _save(
+    work: _Work,
+    store: Path,
+    tokenizer: Any,
+    add: Callable[..., tuple[int, StateRows | None]],
+    patience: float = _PATIENCE_S,
+) -> None:
+    """Write what is new of the work into a store, which is created if needed; `add` writes the table."""
     if not (store / MANIFEST).exists():
         _when_free(partial(create_datastore, store, tokenizer), patience)
     if work.observed:
         said, rows = Observations.joined(work.observed), work.states.rows()
-        work.contexts, states = _when_free(partial(add_distilled, said, contexts, store, model, rows), patience)
+        work.contexts, states = _when_free(partial(add, said, states=rows), patience)
         work.observed = []
         if rows is not None and states is not None:
             work.states = StateCollector(states.transform)

@@ -19,6 +19,7 @@ from retrieve_spec.datastore.manifest import DISTILLED, DistilledEntry, Manifest
 from retrieve_spec.datastore.observations import Contexts, Observations, averaged, keys_of_tokens, rank_in_group
 from retrieve_spec.datastore.state_rows import StateRows
 from retrieve_spec.errors import StoreCorruptError
+from retrieve_spec.kernels.hidden_states import TOP
 from retrieve_spec.kernels.recycling import MOST, SET, WAYS
 
 _TABLE = {"sets": "<u8", "entries": "<i4"}
@@ -34,11 +35,19 @@ _STATES = {
 }
 _DTYPES = _TABLE | _STATES
 """Files of a table with their dtypes: the table itself, and state rows, if any."""
+_STATE_BYTES = TOP * np.dtype(np.uint8).itemsize
+"""Of the file `shares`, for each state row."""
 _SET_BYTES = SET * np.dtype(np.uint64).itemsize
 
 
 def add_distilled(
-    observations: Observations, capacity: int, store: Path, model: str, states: StateRows | None = None
+    observations: Observations,
+    capacity: int,
+    store: Path,
+    model: str,
+    states: StateRows | None = None,
+    *,
+    title: str = "",
 ) -> tuple[int, StateRows | None]:
     """Add observations of a model to its table in a store.
 
@@ -54,6 +63,8 @@ def add_distilled(
         Fingerprint of the model.
     states
         New state rows, which are added to earlier ones.
+    title
+        Name of the model, for people.
 
     Returns
     -------
@@ -74,11 +85,11 @@ def add_distilled(
         earlier = distilled_of(store, manifest, model)
         table = _placed(averaged(observations, earlier.contexts), capacity, manifest.vocabulary)
         states, tokens = _joined_states([earlier.states, states]), earlier.tokens + len(observations.token_ids)
-        entry = _write_table(work, table, states, model, tokens)
+        entry = _write_table(work, table, states, DistilledEntry("", model, tokens, {}, title))
         others = [other for other in manifest.distilled if other.model != model]
         following = replace(manifest, distilled=(*others, entry))
         publish(work, following, manifest.segments, (), event, counts=(0, 0))
-    return int(np.count_nonzero(table[0][:, :WAYS])), states
+    return entry.contexts, states
 
 
 def copy_tables(work: WorkFolder, stores: Iterable[tuple[Path, Manifest]]) -> tuple[DistilledEntry, ...]:
@@ -96,14 +107,15 @@ def copy_tables(work: WorkFolder, stores: Iterable[tuple[Path, Manifest]]) -> tu
         for entry in manifest.distilled:
             by_model.setdefault(entry.model, {})[entry.name] = store / DISTILLED / entry.name, entry
     taken = []
-    for model, tables in by_model.items():
+    for tables in by_model.values():
         (folder, entry), *others = tables.values()
         if others:
             room = sum(each.files["sets"].bytes // _SET_BYTES * WAYS for _, each in tables.values())
             contexts = Contexts.joined([_contexts(*each) for each in tables.values()])
             table = _placed(contexts, 1 << (room - 1).bit_length(), vocabulary)
             states = _joined_states([states_of(*each) for each in tables.values()])
-            entry = _write_table(work, table, states, model, sum(each.tokens for _, each in tables.values()))
+            tokens = sum(each.tokens for _, each in tables.values())
+            entry = _write_table(work, table, states, replace(entry, tokens=tokens))
         else:
             link_files(folder, entry.files, made := work.path / DISTILLED)
             _put(work, entry.name, made)
@@ -141,6 +153,11 @@ def distilled_of(store: Path, manifest: Manifest, model: str) -> Distilled:
             folder = store / DISTILLED / entry.name
             return Distilled(_contexts(folder, entry), states_of(folder, entry), entry.tokens)
     return Distilled()
+
+
+def rows_of(entry: DistilledEntry) -> int:
+    """Return the number of a table's state rows, by the size of a file."""
+    return entry.files["shares"].bytes // _STATE_BYTES if "shares" in entry.files else 0
 
 
 def table_of(folder: Path, files: dict[str, FileEntry]) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
@@ -198,15 +215,15 @@ def _write_table(
     work: WorkFolder,
     table: tuple[NDArray[np.uint64], NDArray[np.int32]],
     states: StateRows | None,
-    model: str,
-    tokens: int,
+    entry: DistilledEntry,
 ) -> DistilledEntry:
-    """Write the sets and entries of a table, and state rows, to a store; return its entry."""
+    """Write the sets and entries of a table, and state rows, to a store; return its entry with what was written."""
     arrays: dict[str, NDArray[Any]] = dict(zip(_TABLE, table, strict=True))
     arrays |= {} if states is None else states.arrays()
     (made := work.path / DISTILLED).mkdir()
     files = write_files(made, {name: array.reshape(-1) for name, array in arrays.items()})
-    entry = DistilledEntry(content_name(files), model, tokens, files)
+    contexts = int(np.count_nonzero(table[0][:, :WAYS]))
+    entry = replace(entry, name=content_name(files), files=files, contexts=contexts)
     _put(work, entry.name, made)
     return entry
 

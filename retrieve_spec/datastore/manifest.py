@@ -83,12 +83,18 @@ class DistilledEntry:
         Number of tokens that the model generated and read.
     files
         Files of the folder by name.
+    title
+        Name of the model, and how its weights are quantised, for people; empty in stores of earlier versions.
+    contexts
+        Number of contexts in the table; 0 in stores of earlier versions.
     """
 
     name: str
     model: str
     tokens: int
     files: dict[str, FileEntry]
+    title: str = ""
+    contexts: int = 0
 
 
 def content_name(files: dict[str, FileEntry]) -> str:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from itertools import islice
+from pathlib import Path
 from threading import Timer
 
 import numpy as np
@@ -214,6 +215,22 @@ def test_tables_of_one_model_become_one(make_store, tmp_path):
             ("model:1", 4), ("model:2", 1)
         ]  # fmt: skip
         assert [first_tokens(joined, last)[0] for last in (4, 5, 6)] == [3, 7, 8]
+
+
+def test_a_store_tells_which_models_it_has_and_how_much_of_each(reference_model, reference_tokenizer, tmp_path):
+    text = "def f(a):\n    return a\n" * 40
+    for name in ("one", "other"):
+        distil(reference_model, reference_tokenizer, tmp_path / name, prompts=[], texts=[text])
+    merge_datastores(tmp_path / "both", [tmp_path / "one", tmp_path / "other"])
+    for name, texts in (("one", 1), ("both", 2)):
+        manifest = open_datastore(tmp_path / name).manifest
+        [table] = manifest.distilled
+        found = distilled_of(tmp_path / name, manifest, table.model)
+        told = CliRunner().invoke(cli, ["info", str(tmp_path / name)]).output
+        model = Path(reference_model.name_or_path).name
+        assert f"  distilled  {model} ({table.model[7:19]}), {table.tokens:,} tokens" in told
+        assert f", {len(found.contexts.keys):,} contexts, {len(found.states.keys):,} hidden states, " in told
+        assert table.tokens >= texts * len(reference_tokenizer(text).input_ids)
 
 
 def test_a_store_with_tables_is_of_a_format_that_earlier_versions_refuse(store):
