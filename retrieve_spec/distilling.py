@@ -35,7 +35,7 @@ from retrieve_spec.datastore.manifest import MANIFEST
 from retrieve_spec.datastore.observations import Contexts, Observations, keys_of_tokens
 from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.sources import Source
-from retrieve_spec.datastore.state_rows import StateCollector, StateRows
+from retrieve_spec.datastore.state_rows import FEWEST, FITTED_TO, StateCollector, StateRows
 from retrieve_spec.datastore.store import open_datastore
 from retrieve_spec.drafting.drafter import VerifiedPass
 from retrieve_spec.engine.first_passes import learn_bigrams
@@ -53,6 +53,9 @@ _ANSWER, _PIECE, _TOP = 256, 512, 8
 """Tokens of an answer, tokens read at once, next tokens kept per context."""
 _FOLLOWED_UP = 4
 """One conversation in so many has a second turn: reading the first one again takes as long as writing it."""
+_NOTHING = Observations(
+    np.empty(0, np.int32), np.empty(0, np.int64), np.empty((0, _TOP), np.int32), np.empty((0, _TOP), np.float16)
+)
 _AGAIN_S, _PATIENCE_S = 0.5, 3600.0
 """Seconds between attempts to write a store that another process is writing, and of all of them at the end."""
 SAVED_EVERY_S = 300.0
@@ -155,17 +158,10 @@ def distil(
     store, fingerprint = folder_of(store, "distil"), model_fingerprint(model)
     earlier = _earlier(store, tokenizer, fingerprint)
     add = partial(add_distilled, capacity=contexts, store=store, model=fingerprint, title=_title(model))
-    save = partial(_save, store=store, tokenizer=tokenizer, add=add)
     with accelerated(model, tokenizer):
-        work = _Work(
-            model,
-            tokenizer,
-            StateCollector(None if earlier.states is None else earlier.states.transform),
-            max_tokens,
-            perf_counter() + 60.0 * minutes,
-            on_progress,
-            save,
-        )
+        states = StateCollector(None if earlier.states is None else earlier.states.transform)
+        end = perf_counter() + 60.0 * minutes
+        work = _Work(model, tokenizer, store, add, states, max_tokens, end, on_progress)
         try:
             work.ask_each_token(earlier.contexts)
             for text in texts:
@@ -178,11 +174,11 @@ def distil(
                 raise
         except Exception:  # for example a prompt that is too long; keep what came before
             if work.tokens:
-                save(work)
+                work.save()
             raise
     if not work.tokens:
         raise ConfigError("prompts to ask or texts to read", "none", "Leave prompts out to ask general ones.")
-    save(work)
+    work.save()
     return work.report()
 
 
@@ -237,39 +233,48 @@ class _Conversation:
 
 
 class _Work:
-    """What was done so far.
+    """What was done so far, and where it is saved.
+
+    Parameters
+    ----------
+    add
+        Adds observations and states to the model's table in the store.
+    states
+        Collects states for the next save.
+    end
+        When to stop, by `perf_counter`.
 
     Attributes
     ----------
-    answers, observed, states
-        Answers, observations and states that are not saved yet.
-    tokens, contexts
-        As in the report.
+    tokens
+        Number of tokens that the model wrote and read.
     """
 
     def __init__(
         self,
         model: Any,
         tokenizer: Any,
+        store: Path,
+        add: Callable[..., tuple[int, StateRows | None]],
         states: StateCollector,
         max_tokens: float,
         end: float,
         on_progress: Callable[[DistilReport], None] | None,
-        save: Callable[..., None],
     ) -> None:
-        self._model, self._tokenizer, self.states = model, tokenizer, states
+        self._model, self._tokenizer, self._store, self._add = model, tokenizer, store, add
         self._max_tokens, self._end, self._began, self._on_progress = max_tokens, end, perf_counter(), on_progress
-        self._save, self._saved = save, self._began
-        self._passes = self._generated = self._planned = self._answered = self.tokens = self.contexts = 0
-        self.answers: list[str] = []
-        self.observed: list[Observations] = []
+        self._saved_at = self._began
+        self._passes = self._generated = self._planned = self._answered = self._contexts = self.tokens = 0
+        self._answers: list[str] = []  # these, observations and states are not saved yet
+        self._observed = [_NOTHING]
+        self._states = states
         self._bigrams = model.speculation.drafters.bigrams
 
     def report(self) -> DistilReport:
         """Return the report."""
         seconds, pace = perf_counter() - self._began, self._generated / max(self._passes, 1)
         asked = 0 if self._bigrams is None else len(self._bigrams.known)
-        return DistilReport(self._answered, self.tokens, self.contexts, seconds, pace, asked)
+        return DistilReport(self._answered, self.tokens, self._contexts, seconds, pace, asked)
 
     def ask_each_token(self, earlier: Contexts | None) -> None:
         """Learn what the model says after each token alone, its bigrams, unless all are among earlier contexts.
@@ -283,7 +288,7 @@ class _Work:
             learn_bigrams(self._model.speculation, self._has_time, math.inf)
             tokens = self._bigrams.known[is_new[self._bigrams.known]]
             top_ids, shares = self._bigrams.top(tokens)
-            self.observed.append(Observations(tokens, np.ones(len(tokens), np.int64), top_ids, shares))
+            self._observed.append(Observations(tokens, np.ones(len(tokens), np.int64), top_ids, shares))
 
     def read(self, text: str) -> None:
         """Let the model read a text in pieces, and learn its top tokens after each token."""
@@ -348,7 +353,7 @@ class _Work:
             conversation.shown = []
         else:  # without a drafter passes are not observed, and some models show no hidden states
             self._observe(ids)
-        self.answers.append(answer)
+        self._answers.append(answer)
         self._answered += 1
         self._passes += output.report.passes
         self._generated += len(output.token_ids)
@@ -389,9 +394,9 @@ class _Work:
         places = slice(first, first + len(top_ids))
         all_ids, all_probs = np.full((len(ids), _TOP), -1, np.int32), np.zeros((len(ids), _TOP), np.float16)
         all_ids[places, : top_ids.shape[1]], all_probs[places, : top_ids.shape[1]] = top_ids, probs
-        self.observed.append(Observations(ids, np.array([len(ids)]), all_ids, all_probs))
+        self._observed.append(Observations(ids, np.array([len(ids)]), all_ids, all_probs))
         if hidden is not None:
-            self.states.add(ids[places], hidden, all_ids[places], all_probs[places])
+            self._states.add(ids[places], hidden, all_ids[places], all_probs[places])
 
     def _has_time(self) -> bool:
         """Show the progress; return whether there is time for more."""
@@ -401,12 +406,33 @@ class _Work:
 
     def _count(self, tokens: int) -> None:
         self.tokens += tokens
-        if perf_counter() - self._saved >= SAVED_EVERY_S:
+        if perf_counter() - self._saved_at >= SAVED_EVERY_S:
             with suppress(StoreLockedError):  # the next save includes it
-                self._save(self, patience=0.0)
-            self._saved = perf_counter()
+                self.save(patience=0.0, fewest_states=FITTED_TO)
+            self._saved_at = perf_counter()
         if not self._has_time() or self.tokens >= self._max_tokens:
             raise _Done
+
+    def save(self, patience: float = _PATIENCE_S, fewest_states: int = FEWEST) -> None:
+        """Add what is new to the store, which is created if needed.
+
+        Parameters
+        ----------
+        patience
+            Seconds to wait at most while another process is writing the store.
+        fewest_states
+            If there are fewer states and none before, they are left for the next save.
+        """
+        if not (self._store / MANIFEST).exists():
+            _when_free(partial(create_datastore, self._store, self._tokenizer), patience)
+        observations, new = Observations.joined(self._observed), self._states.rows(fewest_states)
+        self._contexts, states = _when_free(partial(self._add, observations, states=new), patience)
+        self._observed = [_NOTHING]
+        if new is not None and states is not None:
+            self._states = StateCollector(states.transform)
+        if any(self._answers):
+            _when_free(partial(_add_answers, self._store, self._answers), patience)
+        self._answers = []
 
 
 def _title(model: Any) -> str:
@@ -414,27 +440,6 @@ def _title(model: Any) -> str:
     quantised = getattr(model.config, "quantization_config", None)
     bits = getattr(quantised, "bits", None)
     return Path(model.name_or_path).name + (f" int{bits}" if bits else " quantised" if quantised else "")
-
-
-def _save(
-    work: _Work,
-    store: Path,
-    tokenizer: Any,
-    add: Callable[..., tuple[int, StateRows | None]],
-    patience: float = _PATIENCE_S,
-) -> None:
-    """Write what is new of the work into a store, which is created if needed; `add` writes the table."""
-    if not (store / MANIFEST).exists():
-        _when_free(partial(create_datastore, store, tokenizer), patience)
-    if work.observed:
-        said, rows = Observations.joined(work.observed), work.states.rows()
-        work.contexts, states = _when_free(partial(add, said, states=rows), patience)
-        work.observed = []
-        if rows is not None and states is not None:
-            work.states = StateCollector(states.transform)
-    if any(work.answers):
-        _when_free(partial(_add_answers, store, work.answers), patience)
-    work.answers = []
 
 
 def _add_answers(store: Path, answers: list[str]) -> None:

@@ -98,11 +98,11 @@ def averaged(observations: Observations, earlier: Contexts | None = None) -> Con
         earlier = Contexts(keys[0, :0], np.empty(0, np.float64), observations.top_ids[:0], observations.probs[:0])
     found: list[Contexts] = []
     for order in range(CONTEXTS):
-        shorter = found[-1] if 0 < order < ORDERS else None
-        smoothing = 0.0 if shorter is None else BACKOFF
         observed = np.flatnonzero((keys[order] > 0) & (observations.top_ids[:, 0] >= 0))
         if not len(observed):  # no text is this long
             continue
+        shorter = found[-1] if 0 < order < ORDERS else None
+        smoothing = 0.0 if shorter is None else BACKOFF
         top_ids, probs = observations.top_ids[observed], observations.probs[observed]
         said = Contexts(keys[order][observed], np.ones(len(observed)), top_ids, probs)
         known, first = np.unique(said.keys, return_index=True)

@@ -201,9 +201,9 @@ class StateCollector:
         self._keys = [self._transform(hidden) for hidden in self._waiting]
         self._waiting = []
 
-    def rows(self) -> StateRows | None:
-        """Return the rows of all texts; None if there are too few for a transform."""
-        if self._transform is None and sum(map(len, self._waiting)) >= FEWEST:
+    def rows(self, fewest: int = FEWEST) -> StateRows | None:
+        """Return the rows of all texts; None without a transform if there are fewer than `fewest` states."""
+        if self._transform is None and sum(map(len, self._waiting)) >= fewest:
             self._fit()
         if self._transform is None or not self._texts:
             return None

@@ -447,12 +447,14 @@ def test_what_cannot_be_saved_while_another_process_writes_is_saved_next_time(
 
     def look(report):
         seen.append(report.contexts)
-        lock.release(force=True) if len(seen) == 2 else lock.acquire()
+        if len(seen) == 1:
+            lock.acquire()
+        else:
+            lock.release(force=True)
 
     distil(
         reference_model, reference_tokenizer, store, prompts=[], texts=["y = 2\n", "z\n", "w = 4\n"], on_progress=look
     )
-    lock.release(force=True)
     assert 0 < seen[0] == seen[1] < seen[2]
 
 
