@@ -56,6 +56,7 @@ _FOLLOWED_UP = 4
 _NOTHING = Observations(
     np.empty(0, np.int32), np.empty(0, np.int64), np.empty((0, _TOP), np.int32), np.empty((0, _TOP), np.float16)
 )
+"""Observations of no text."""
 _AGAIN_S, _PATIENCE_S = 0.5, 3600.0
 """Seconds between attempts to write a store that another process is writing, and of all of them at the end."""
 SAVED_EVERY_S = 300.0
