@@ -95,7 +95,7 @@ PAST = [
     (RESPONSES, [{"type": ["a"], "role": "user"}], "", "input.0 (_a_)"),
     (RESPONSES, [None, "a text", {"type": "message", "content": "x"}], "a text",
      "input.0 (null), messages.1.role (none)"),
-    (RESPONSES, [{"type": "additional_tools", "tools": [{"type": "function", "name": "a b"}, 1]}], "",
+    (RESPONSES, [{"type": "additional_tools", "tools": [{"type": "function", "name": "a!b"}, 1]}], "",
      "input.tools (a_b), input.tools (text)"),
     (RESPONSES, [{"type": "of tomorrow", "id": "1"}], "", "input.0 (of_tomorrow)"),
 ]  # fmt: skip
