@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from retrieve_spec.cli_common import FILE, LOADING, MODEL, compiling_shown, loading_bars
+from retrieve_spec.cli_common import FILE, LOADING, MODEL, compiling_shown, counted, loading_bars
 from retrieve_spec.cli_store import JSON, QUIET
 from retrieve_spec.config import LoadOptions
 
@@ -60,12 +60,14 @@ def distil(
     after short contexts. Drafts from it are right more often than drafts from other text. A later run adds to it.
     What was done is saved every five minutes and at the end, also when Ctrl-C ends it.
     """
+    from tqdm import tqdm
+
     from retrieve_spec import distilling
     from retrieve_spec.reference_model import load_model
 
     with loading_bars(not quiet):
         loaded, tokenizer = load_model(model, **asdict(loading))
-    with compiling_shown():
+    with compiling_shown(), tqdm(bar_format="{desc}", disable=quiet or None, leave=False) as line:
         report = distilling.distil(
             loaded,
             tokenizer,
@@ -74,10 +76,8 @@ def distil(
             texts=(path.read_text(encoding="utf-8", errors="replace") for path in texts),
             max_tokens=math.inf if tokens is None else tokens,
             minutes=minutes,
-            on_progress=None if quiet else _show,
+            on_progress=lambda so_far: line.set_description_str(_words(so_far)),
         )
-    if not quiet:
-        click.echo(err=True)
     click.echo(json.dumps(asdict(report)) if as_json else _words(report))
 
 
@@ -95,15 +95,11 @@ def _prompts(paths: tuple[Path, ...]) -> list[str]:
     return found
 
 
-def _show(report: DistilReport) -> None:
-    click.echo(f"\r{_words(report)}", nl=False, err=True)
-
-
 def _words(report: DistilReport) -> str:
     if not report.tokens:
         return f"asked what follows each of {report.asked:,} tokens in {report.seconds:.0f} s"
     known = f", {report.contexts:,} contexts" if report.contexts else ""
     return (
-        f"{report.answers:,} answers, {report.tokens:,} tokens in {report.seconds:.0f} s "
+        f"{counted(report.answers, 'answer')}, {counted(report.tokens, 'token')} in {report.seconds:.0f} s "
         f"({report.tokens_per_pass:.2f} tokens per pass){known}"
     )
