@@ -124,6 +124,7 @@ def load_model(
                 model = with_all_weights(source, name, config=config, dtype=wanted, **options)
     with torch.no_grad():
         model.to(target)
+    model.name_or_path = name  # rather than the folder of the cache that it came from
     model.eval()
     return model, tokenizer
 

@@ -85,6 +85,7 @@ def test_a_gguf_file_is_unpacked_once(gguf: str, cache: Path, tmp_path: Path, mo
     (kept,) = (cache / "models").iterdir()
     written = (kept / "model.safetensors").stat().st_mtime_ns
     model, same = load_model(gguf, device="cpu", dtype="float32")
+    assert model.name_or_path == gguf
     assert (kept / "model.safetensors").stat().st_mtime_ns == written, "it was not unpacked again"
     ids = tokenizer("def add(a, b):", return_tensors="pt")["input_ids"]
     assert torch.equal(same("def add(a, b):", return_tensors="pt")["input_ids"], ids)

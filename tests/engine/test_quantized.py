@@ -101,6 +101,7 @@ def test_packed_models_are_kept(tmp_path: Path, cache: Path, quantize: str, tied
     model: Any = load_model(folder, device="cpu", quantize=quantize)[0]
     assert (kept / "model.safetensors").stat().st_mtime_ns == written, "it was not made again"
     assert model.dtype == torch.bfloat16
+    assert model.name_or_path == made.name_or_path == folder
     assert torch.equal(model(PROMPT).logits, made(PROMPT).logits)
     assert type(model.model.layers[1].mlp.up_proj) is PackedLinear
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
