@@ -6,11 +6,12 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from retrieve_spec.cli_common import FILE, LOADING, MODEL, compiling_shown, counted, loading_bars
+from retrieve_spec.cli_serve import need_extra
 from retrieve_spec.cli_store import JSON, QUIET
 from retrieve_spec.config import LoadOptions
 
@@ -41,6 +42,12 @@ if TYPE_CHECKING:
     "--minutes", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, help="Limit of the time."
 )
 @click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="Limit of the tokens to write and read.")
+@click.option(
+    "--connect",
+    metavar="URL",
+    help="Ask the model of this server (vLLM, llama.cpp, retrieve-spec serve); --model is its tokenizer then.",
+)
+@click.option("--api-key-file", "key_file", type=FILE, metavar="F", help="Key for --connect, on its first line.")
 @QUIET
 @JSON
 def distil(
@@ -50,6 +57,8 @@ def distil(
     texts: tuple[Path, ...],
     minutes: float,
     tokens: int | None,
+    connect: str | None,
+    key_file: Path | None,
     quiet: bool,
     as_json: bool,
     loading: LoadOptions,
@@ -63,13 +72,11 @@ def distil(
     from tqdm import tqdm
 
     from retrieve_spec import distilling
-    from retrieve_spec.reference_model import load_model
 
-    with loading_bars(not quiet):
-        loaded, tokenizer = load_model(model, **asdict(loading))
+    teacher, tokenizer = _loaded(model, loading, quiet) if connect is None else _served(model, connect, key_file)
     with compiling_shown(), tqdm(bar_format="{desc}", disable=quiet or None, leave=False) as line:
         report = distilling.distil(
-            loaded,
+            teacher,
             tokenizer,
             store,
             prompts=None if not prompts else _prompts(prompts),
@@ -79,6 +86,24 @@ def distil(
             on_progress=lambda so_far: line.set_description_str(_words(so_far)),
         )
     click.echo(json.dumps(asdict(report)) if as_json else _words(report))
+
+
+def _loaded(model: str, loading: LoadOptions, quiet: bool) -> tuple[Any, Any]:
+    from retrieve_spec.reference_model import load_model
+
+    with loading_bars(not quiet):
+        return load_model(model, **asdict(loading))
+
+
+def _served(model: str, url: str, key_file: Path | None) -> tuple[Any, Any]:
+    need_extra()
+    from retrieve_spec.reference_model import load_config_and_tokenizer
+    from retrieve_spec.server.editors import Remote
+    from retrieve_spec.server.guard import client_key
+    from retrieve_spec.server.served_model import ServedModel
+
+    tokenizer = load_config_and_tokenizer(model)[1]
+    return ServedModel(Remote(url, client_key(key_file)), tokenizer, model), tokenizer
 
 
 def _prompts(paths: tuple[Path, ...]) -> list[str]:

@@ -23,13 +23,11 @@ from time import perf_counter, sleep
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from retrieve_spec.acceleration import accelerated
 from retrieve_spec.datastore.build import add_documents, create_datastore
 from retrieve_spec.datastore.change import check_folder, writer
-from retrieve_spec.datastore.dense import model_fingerprint
 from retrieve_spec.datastore.distilled import Distilled, add_distilled, distilled_of
 from retrieve_spec.datastore.manifest import MANIFEST
 from retrieve_spec.datastore.observations import Contexts, Observations, keys_of_tokens
@@ -37,24 +35,20 @@ from retrieve_spec.datastore.remote import folder_of
 from retrieve_spec.datastore.sources import Source
 from retrieve_spec.datastore.state_rows import FEWEST, FITTED_TO, StateCollector, StateRows
 from retrieve_spec.datastore.store import open_datastore
-from retrieve_spec.drafting.drafter import VerifiedPass
-from retrieve_spec.engine.first_passes import learn_bigrams
 from retrieve_spec.errors import ConfigError, NothingToIndexError, StoreLockedError
-from retrieve_spec.generation.streams import Finished, generate_many
 from retrieve_spec.kernels.recycling import WAYS
-from retrieve_spec.sources.recycling import shares_of_top
-from retrieve_spec.verify.interface import catch_hidden, input_device
+from retrieve_spec.teachers import TOP, Answer, LocalModel, Question, Shown, Teacher
 
 CONTEXTS = 1 << 20
 """The most contexts of a table, 80 bytes each."""
 TEMPERATURES = (0.0, 0.7, 1.0)
 """Temperatures, in turn: greedy, as chats are sampled, and higher for other continuations."""
-_ANSWER, _PIECE, _TOP = 256, 512, 8
-"""Tokens of an answer, tokens read at once, next tokens kept per context."""
+_ANSWER, _PIECE = 256, 512
+"""Tokens of an answer, and tokens read at once."""
 _FOLLOWED_UP = 4
 """One conversation in so many has a second turn: reading the first one again takes as long as writing it."""
 _NOTHING = Observations(
-    np.empty(0, np.int32), np.empty(0, np.int64), np.empty((0, _TOP), np.int32), np.empty((0, _TOP), np.float16)
+    np.empty(0, np.int32), np.empty(0, np.int64), np.empty((0, TOP), np.int32), np.empty((0, TOP), np.float16)
 )
 """Observations of no text."""
 _AGAIN_S, _PATIENCE_S = 0.5, 3600.0
@@ -130,7 +124,8 @@ def distil(
     Parameters
     ----------
     model, tokenizer
-        The model as `from_pretrained` returned it; prompts use the tokenizer's chat template if it has one.
+        The model as `from_pretrained` returned it, or a `retrieve_spec.server.served_model.ServedModel`. Prompts use
+        the tokenizer's chat template if it has one.
     store
         Folder of a datastore, which is created if needed.
     prompts
@@ -156,27 +151,43 @@ def distil(
     if contexts & (contexts - 1) or contexts < WAYS:
         remedy = f"Take {1 << max(contexts, WAYS).bit_length()}."
         raise ConfigError(f"contexts as a power of two, at least {WAYS}", str(contexts), remedy)
-    store, fingerprint = folder_of(store, "distil"), model_fingerprint(model)
-    earlier = _earlier(store, tokenizer, fingerprint)
-    add = partial(add_distilled, capacity=contexts, store=store, model=fingerprint, title=_title(model))
+    store = folder_of(store, "distil")
+    limits = max_tokens, 60.0 * minutes
+    if isinstance(model, Teacher):
+        return _distil(model, tokenizer, store, prompts, texts, limits, contexts, on_progress)
     with accelerated(model, tokenizer):
-        states = StateCollector(None if earlier.states is None else earlier.states.transform)
-        end = perf_counter() + 60.0 * minutes
-        work = _Work(model, tokenizer, store, add, states, max_tokens, end, on_progress)
-        try:
-            work.ask_each_token(earlier.contexts)
-            for text in texts:
-                work.read(text)
-            work.ask(general_prompts(random.getrandbits(64)) if prompts is None else prompts)
-        except _Done:
-            pass
-        except KeyboardInterrupt:
-            if not work.tokens:
-                raise
-        except Exception:  # for example a prompt that is too long; keep what came before
-            if work.tokens:
-                work.save()
+        return _distil(LocalModel(model, tokenizer), tokenizer, store, prompts, texts, limits, contexts, on_progress)
+
+
+def _distil(
+    teacher: Teacher,
+    tokenizer: Any,
+    store: Path,
+    prompts: Iterable[str] | None,
+    texts: Iterable[str],
+    limits: tuple[float, float],
+    contexts: int,
+    on_progress: Callable[[DistilReport], None] | None,
+) -> DistilReport:
+    """`distil` from a model that is ready; `limits` are the tokens and seconds."""
+    earlier = _earlier(store, tokenizer, teacher.fingerprint)
+    add = partial(add_distilled, capacity=contexts, store=store, model=teacher.fingerprint, title=teacher.title)
+    states = StateCollector(None if earlier.states is None else earlier.states.transform)
+    work = _Work(teacher, tokenizer, store, add, states, *limits, on_progress)
+    try:
+        work.ask_each_token(earlier.contexts)
+        for text in texts:
+            work.read(text)
+        work.ask(general_prompts(random.getrandbits(64)) if prompts is None else prompts)
+    except _Done:
+        pass
+    except KeyboardInterrupt:
+        if not work.tokens:
             raise
+    except Exception:  # for example a prompt that is too long; keep what came before
+        if work.tokens:
+            work.save()
+        raise
     if not work.tokens:
         raise ConfigError("prompts to ask or texts to read", "none", "Leave prompts out to ask general ones.")
     work.save()
@@ -200,17 +211,10 @@ class _Done(Exception):
 
 
 class _Conversation:
-    """A prompt, the answers so far, and a follow-up question.
-
-    Attributes
-    ----------
-    shown
-        Top token ids, their logits and hidden states of the model at each place of the answer that it is writing.
-    """
+    """A prompt, the answers so far, and a follow-up question."""
 
     def __init__(self, number: int, prompt: str) -> None:
         self.number = number
-        self.shown: list[tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]] = []
         self.messages = [{"role": "user", "content": prompt}]
         turn, rest = divmod(number, _FOLLOWED_UP)
         self._follow_up = None if rest else FOLLOW_UPS[turn % len(FOLLOW_UPS)]
@@ -224,14 +228,6 @@ class _Conversation:
         self._follow_up = None
         return True
 
-    def see(self, verified: VerifiedPass) -> None:
-        """Note what the model showed at the places of the tokens that a pass emitted, if it showed all of it."""
-        top_ids, top_logits, hidden = verified.top_ids, verified.top_logits, verified.hidden
-        if top_ids is None or top_logits is None or hidden is None:
-            return
-        places = np.concatenate([[0], verified.path + 1])[: len(verified.emitted)]
-        self.shown.append((top_ids[places], top_logits[places], hidden[places]))
-
 
 class _Work:
     """What was done so far, and where it is saved.
@@ -242,8 +238,8 @@ class _Work:
         Adds observations and states to the model's table in the store.
     states
         Collects states for the next save.
-    end
-        When to stop, by `perf_counter`.
+    max_tokens, seconds
+        When to stop.
 
     Attributes
     ----------
@@ -253,89 +249,76 @@ class _Work:
 
     def __init__(
         self,
-        model: Any,
+        teacher: Teacher,
         tokenizer: Any,
         store: Path,
         add: Callable[..., tuple[int, StateRows | None]],
         states: StateCollector,
         max_tokens: float,
-        end: float,
+        seconds: float,
         on_progress: Callable[[DistilReport], None] | None,
     ) -> None:
-        self._model, self._tokenizer, self._store, self._add = model, tokenizer, store, add
-        self._max_tokens, self._end, self._began, self._on_progress = max_tokens, end, perf_counter(), on_progress
-        self._saved_at = self._began
+        self._teacher, self._tokenizer, self._store, self._add = teacher, tokenizer, store, add
+        self._max_tokens, self._began, self._on_progress = max_tokens, perf_counter(), on_progress
+        self._saved_at, self._end = self._began, self._began + seconds
         self._passes = self._generated = self._planned = self._answered = self._contexts = self.tokens = 0
         self._answers: list[str] = []  # these, observations and states are not saved yet
         self._observed = [_NOTHING]
         self._states = states
-        self._bigrams = model.speculation.drafters.bigrams
 
     def report(self) -> DistilReport:
         """Return the report."""
         seconds, pace = perf_counter() - self._began, self._generated / max(self._passes, 1)
-        asked = 0 if self._bigrams is None else len(self._bigrams.known)
-        return DistilReport(self._answered, self.tokens, self._contexts, seconds, pace, asked)
+        return DistilReport(self._answered, self.tokens, self._contexts, seconds, pace, self._teacher.asked)
 
     def ask_each_token(self, earlier: Contexts | None) -> None:
-        """Learn what the model says after each token alone, its bigrams, unless all are among earlier contexts.
+        """Learn what the model says after each token alone, its bigrams, but for those among earlier contexts.
 
         Engines that cannot be asked for logits have them from the store.
         """
-        if self._bigrams is None:
-            return
-        is_new = ~np.isin(keys_of_tokens(len(self._bigrams.entries)), [] if earlier is None else earlier.keys)
-        if is_new.any():
-            learn_bigrams(self._model.speculation, self._has_time, math.inf)
-            tokens = self._bigrams.known[is_new[self._bigrams.known]]
-            top_ids, shares = self._bigrams.top(tokens)
-            self._observed.append(Observations(tokens, np.ones(len(tokens), np.int64), top_ids, shares))
+        keys = keys_of_tokens(self._teacher.vocabulary)
+        new = np.flatnonzero(~np.isin(keys, [] if earlier is None else earlier.keys)).astype(np.int32)
+        if len(new):
+            tokens, top_ids, probs = self._teacher.after_each(new, self._has_time)
+            self._observed.append(Observations(tokens, np.ones(len(tokens), np.int64), top_ids, probs))
 
     def read(self, text: str) -> None:
         """Let the model read a text in pieces, and learn its top tokens after each token."""
         ids: NDArray[np.int32] = np.array(self._tokenizer(text)["input_ids"], np.int32)
         for first in range(0, len(ids), _PIECE):
             piece = ids[first : first + int(min(_PIECE, self._max_tokens - self.tokens))]
-            self._observe(piece)
+            self._keep(self._teacher.read(piece))
             self._planned += len(piece)
             self._count(len(piece))
 
     def ask(self, prompts: Iterable[str]) -> None:
         """Let the model answer prompts, many at a time, and ask follow-up questions."""
         conversations = (_Conversation(number, prompt) for number, prompt in enumerate(prompts))
-        waiting = deque(itertools.islice(conversations, 1))
-        while waiting and self._planned < self._max_tokens:
+        waiting = deque[_Conversation]()
+        while self._planned < self._max_tokens:
+            waiting = waiting or deque(itertools.islice(conversations, 1))
+            if not waiting:
+                return
             asked: list[_Conversation] = []
-            with closing(
-                generate_many(self._model, self._requests(waiting, conversations, asked), order="completed")
-            ) as answers:
-                for done in answers:
-                    if done.error is not None:
-                        raise done.error
-                    conversation = asked[done.index]
-                    if conversation.goes_on(self._take(done, conversation)):
-                        waiting.append(conversation)
+            with closing(self._teacher.answers(self._questions(waiting, conversations, asked))) as answers:
+                for number, answer in answers:
+                    self._take(answer)
+                    if asked[number].goes_on(answer.text):
+                        waiting.append(asked[number])
 
-    def _requests(
+    def _questions(
         self, waiting: deque[_Conversation], others: Iterator[_Conversation], asked: list[_Conversation]
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[Question]:
         """Yield the next turns of conversations, waiting ones first, and note the conversation of each."""
         while self._planned < self._max_tokens:
             conversation = waiting.popleft() if waiting else next(others, None)
             if conversation is None:
                 return
             asked.append(conversation)
-            temperature = TEMPERATURES[conversation.number % len(TEMPERATURES)]
-            drawn = {"temperature": temperature, "seed": conversation.number} if temperature else {}
             most = int(min(_ANSWER, self._max_tokens - self._planned))
             self._planned += most
-            yield {
-                "inputs": self._prompt_ids(conversation.messages),
-                "max_new_tokens": most,
-                "do_sample": temperature > 0,
-                "on_pass": conversation.see,
-                **drawn,
-            }
+            temperature = TEMPERATURES[conversation.number % len(TEMPERATURES)]
+            yield Question(self._prompt_ids(conversation.messages), most, temperature, conversation.number)
 
     def _prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
         text = messages[-1]["content"]
@@ -344,60 +327,26 @@ class _Work:
         ids: list[int] = self._tokenizer(text, add_special_tokens=not text.startswith("<"))["input_ids"]
         return ids
 
-    def _take(self, done: Finished, conversation: _Conversation) -> str:
-        """Learn from the model's top tokens at each place of an answer, and return its text."""
-        [output], prompt = done.outputs, np.array(done.request["inputs"], np.int32)
-        answer: str = self._tokenizer.decode(output.token_ids, skip_special_tokens=True)
-        ids = np.concatenate([prompt, output.token_ids]).astype(np.int32)
-        if conversation.shown:
-            self._keep_shown(ids, len(prompt) - 1, conversation.shown)
-            conversation.shown = []
-        else:  # without a drafter passes are not observed, and some models show no hidden states
-            self._observe(ids)
-        self._answers.append(answer)
+    def _take(self, answer: Answer) -> None:
+        """Keep an answer, and what the model showed while it wrote."""
+        if answer.shown is not None:
+            self._keep(answer.shown)
+        self._answers.append(answer.text)
         self._answered += 1
-        self._passes += output.report.passes
-        self._generated += len(output.token_ids)
-        self._planned -= done.request["max_new_tokens"] - len(output.token_ids)
-        self._count(len(output.token_ids))
-        return answer
+        self._passes += answer.passes
+        self._generated += answer.tokens
+        self._planned -= answer.question.max_tokens - answer.tokens
+        self._count(answer.tokens)
 
-    def _keep_shown(
-        self,
-        ids: NDArray[np.int32],
-        first: int,
-        shown: list[tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]],
-    ) -> None:
-        """Learn what passes showed of a text from position `first` on, but not after its last token."""
-        said, logits, hidden = (np.concatenate(part)[: len(ids) - 1 - first] for part in zip(*shown, strict=True))
-        self._keep(ids, first, said[:, :_TOP], shares_of_top(logits[:, :_TOP]).astype(np.float16), hidden)
-
-    @torch.no_grad()
-    def _observe(self, ids: NDArray[np.int32]) -> None:
-        """Learn what the model shows after each of some tokens, read as one text."""
-        given = torch.tensor(ids[None], dtype=torch.long, device=input_device(self._model))
-        with catch_hidden(self._model, "last") as hidden:
-            logits = self._model(input_ids=given, use_cache=False).logits[0].float()
-        best = logits.topk(_TOP)
-        probs = (best.values - logits.logsumexp(-1, keepdim=True)).exp().to(torch.float16).cpu().numpy()
-        top_ids = best.indices.to(torch.int32).cpu().numpy()
-        self._keep(ids, 0, top_ids, probs, hidden[-1][0].float().cpu().numpy() if hidden else None)
-
-    def _keep(
-        self,
-        ids: NDArray[np.int32],
-        first: int,
-        top_ids: NDArray[np.int32],
-        probs: NDArray[np.float16],
-        hidden: NDArray[np.float32] | None,
-    ) -> None:
-        """Keep the top tokens, their probabilities and the hidden states, if any, of a text from `first` on."""
-        places = slice(first, first + len(top_ids))
-        all_ids, all_probs = np.full((len(ids), _TOP), -1, np.int32), np.zeros((len(ids), _TOP), np.float16)
-        all_ids[places, : top_ids.shape[1]], all_probs[places, : top_ids.shape[1]] = top_ids, probs
-        self._observed.append(Observations(ids, np.array([len(ids)]), all_ids, all_probs))
-        if hidden is not None:
-            self._states.add(ids[places], hidden, all_ids[places], all_probs[places])
+    def _keep(self, shown: Shown) -> None:
+        """Keep the top tokens, their probabilities and the hidden states, if any, that were shown of a text."""
+        ids, (rows, width) = shown.ids, shown.top_ids.shape
+        top_ids, probs = np.full((len(ids), TOP), -1, np.int32), np.zeros((len(ids), TOP), np.float16)
+        places = slice(shown.first, shown.first + rows)
+        top_ids[places, :width], probs[places, :width] = shown.top_ids, shown.probs
+        self._observed.append(Observations(ids, np.array([len(ids)]), top_ids, probs))
+        if shown.hidden is not None:
+            self._states.add(ids[places], shown.hidden, top_ids[places], probs[places])
 
     def _has_time(self) -> bool:
         """Show the progress; return whether there is time for more."""
@@ -427,20 +376,14 @@ class _Work:
         if not (self._store / MANIFEST).exists():
             _when_free(partial(create_datastore, self._store, self._tokenizer), patience)
         observations, new = Observations.joined(self._observed), self._states.rows(fewest_states)
-        self._contexts, states = _when_free(partial(self._add, observations, states=new), patience)
-        self._observed = [_NOTHING]
-        if new is not None and states is not None:
-            self._states = StateCollector(states.transform)
+        if len(observations.token_ids) or new is not None:  # a server may tell no more than answers
+            self._contexts, states = _when_free(partial(self._add, observations, states=new), patience)
+            self._observed = [_NOTHING]
+            if new is not None and states is not None:
+                self._states = StateCollector(states.transform)
         if any(self._answers):
             _when_free(partial(_add_answers, self._store, self._answers), patience)
         self._answers = []
-
-
-def _title(model: Any) -> str:
-    """Return what people call a model: its name or folder, and how its weights are quantised."""
-    quantised = getattr(model.config, "quantization_config", None)
-    bits = getattr(quantised, "bits", None)
-    return Path(model.name_or_path).name + (f" int{bits}" if bits else " quantised" if quantised else "")
 
 
 def _add_answers(store: Path, answers: list[str]) -> None:

@@ -140,7 +140,7 @@ def _keep(bigrams: Bigrams, path: Path) -> None:
     put_array(path, bigrams.entries, "bigrams")
 
 
-def _line_end(tokenizer: Any) -> list[int]:
+def line_end(tokenizer: Any) -> list[int]:
     """Return the last token of a line's end; empty where the tokenizer has none."""
     try:
         return [int(token) for token in tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]]
@@ -160,16 +160,16 @@ def _kept(path: Path, vocabulary: int) -> NDArray[np.int32]:
 @torch.no_grad()
 def _ask(bigrams: Bigrams, speculation: Speculation, goes_on: Callable[[], bool], longest: float) -> None:
     """Ask for unknown tokens, siblings after two line ends, in passes of approximately `longest` seconds at most."""
-    line_end = _line_end(speculation.tokenizer)
+    end = line_end(speculation.tokenizer)
     device, missing, k = input_device(speculation.model), bigrams.missing, bigrams.entries.shape[1] // 2
     nodes, verifier = _MOST_NODES if device.type == "cuda" else _FIRST_NODES, speculation.verifiers()[0]
-    while len(missing) and line_end and goes_on():
+    while len(missing) and end and goes_on():
         tokens, began = missing[:nodes], perf_counter()
-        speculation.read(verifier, torch.tensor([line_end], device=device))
+        speculation.read(verifier, torch.tensor([end], device=device))
         if verifier.mode != "tree":  # a prompt can change the mode
             break
         siblings = DraftTree.from_paths([[token] for token in tokens.tolist()])
-        best = verifier.forward(np.array(line_end, np.int32), siblings).logits[1:].float().topk(k)
+        best = verifier.forward(np.array(end, np.int32), siblings).logits[1:].float().topk(k)
         bigrams.learn(tokens, best.indices.cpu().numpy().astype(np.int32), best.values.cpu().numpy())
         verifier.finish()
         missing = missing[nodes:]

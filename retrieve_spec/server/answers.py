@@ -302,6 +302,7 @@ class OpenAIAnswer(Answer):
         self._begins_with = None if isinstance(request, ChatRequest) and request.offered else ""
         self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._logprobs = None if request.wanted_logprobs() is None else service.logprobs
+        self._as_ids = bool(request.return_tokens_as_token_ids)
         self._echoed = [text for text in echoed for _ in range(self._samples)] or [""] * len(prepared)
         self._lengths = Counter[int]()  # by choice: characters sent with log-probabilities
         kind, id_ = ("chat.completion", "chatcmpl") if chat else ("text_completion", "cmpl")
@@ -336,9 +337,9 @@ class OpenAIAnswer(Answer):
         if self._logprobs is None:
             return None
         if self._chat:
-            return self._logprobs.of_chat(noted)
-        body = self._logprobs.of_text(noted, self._lengths[index])
-        self._lengths[index] += sum(map(len, body["tokens"]))
+            return self._logprobs.of_chat(noted, self._as_ids)
+        body = self._logprobs.of_text(noted, self._lengths[index], self._as_ids)
+        self._lengths[index] += self._logprobs.length(noted)
         return body
 
     def _event(self, **fields: Any) -> dict[str, Any]:

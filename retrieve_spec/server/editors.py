@@ -33,7 +33,7 @@ class Remote:
     Parameters
     ----------
     url
-        Its URL, such as ``http://127.0.0.1:8012``.
+        Its URL, such as ``http://127.0.0.1:8012``, with or without ``/v1``.
     key
         An API key, "" for none.
 
@@ -56,7 +56,7 @@ class Remote:
             known = False
         if not known:
             raise ServeError("the address of a server, as http://127.0.0.1:8012", repr(url), "Give one like it.")
-        self.url = url.rstrip("/")
+        self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self.options: dict[str, Any] = {
             "base_url": self.url,

@@ -167,7 +167,8 @@ class Models:
         """Return the list entry of each model, by name and by the alias under which Continue sends predictions."""
         return {
             known: {"id": known, "object": "model", "created": 0, "owned_by": "retrieve-spec",
-                    "status": {"value": model.state}, **({"meta": model.service.meta()} if model.service else {})}
+                    "status": {"value": model.state}, **({"meta": model.service.meta()} if model.service else {}),
+                    **({} if known == name else {"parent": name})}
             for name, model in self.models.items()
             for known in (name, f"{name}-Fast-Apply")
         }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 from bisect import bisect_left
@@ -519,34 +520,38 @@ class LogProbWriter:
         self._lead = codec.encode_prompt("a", add_special_tokens=False)  # else some drop leading spaces
         self._text = lru_cache(maxsize=1 << 16)(self._decoded)
 
-    def of_chat(self, noted: Sequence[TokenLogProb]) -> dict[str, Any]:
-        """Return them in the form of chat completions."""
+    def of_chat(self, noted: Sequence[TokenLogProb], as_ids: bool = False) -> dict[str, Any]:
+        """Return them in the form of chat completions; with ``as_ids`` tokens are called `token_id:1` instead."""
         content = []
         for one in noted:
-            told = self._told([(one.token_id, one.logprob), *one.top])
+            told = self._told(one, as_ids)
             content.append({**told[0], "top_logprobs": told[1:]})
         return {"content": content, "refusal": None}
 
-    def of_text(self, noted: Sequence[TokenLogProb], offset: int) -> dict[str, Any]:
+    def of_text(self, noted: Sequence[TokenLogProb], offset: int, as_ids: bool = False) -> dict[str, Any]:
         """Return them in the form of text completions; ``offset`` counts the characters of the answer before them."""
-        told = [self._told([(one.token_id, one.logprob), *one.top]) for one in noted]
-        lengths = [len(first["token"]) for first, *_ in told]
+        told = [self._told(one, as_ids) for one in noted]
+        ends = itertools.accumulate((self.length([one]) for one in noted), initial=offset)
         return {
             "tokens": [first["token"] for first, *_ in told],
             "token_logprobs": [first["logprob"] for first, *_ in told],
             "top_logprobs": [{one["token"]: one["logprob"] for one in reversed(every)} for every in told],
-            "text_offset": [offset + sum(lengths[:number]) for number in range(len(told))],
+            "text_offset": list(ends)[:-1],
         }
 
-    def _told(self, tokens: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
-        """Return tokens with their texts, as decoded after other text, and bytes."""
+    def length(self, noted: Sequence[TokenLogProb]) -> int:
+        """Return the number of characters of some tokens."""
+        return sum(len(self._text(one.token_id)) for one in noted)
+
+    def _told(self, noted: TokenLogProb, as_ids: bool) -> list[dict[str, Any]]:
+        """Return a token and the most probable ones with their texts, as decoded after other text, and bytes."""
         return [
             {
-                "token": self._text(token_id),
+                "token": f"token_id:{token_id}" if as_ids else self._text(token_id),
                 "logprob": max(logprob, _LEAST),
                 "bytes": list(self._spelled.get(token_id, self._text(token_id).encode())),
             }
-            for token_id, logprob in tokens
+            for token_id, logprob in [(noted.token_id, noted.logprob), *noted.top]
         ]
 
     def _decoded(self, token_id: int) -> str:

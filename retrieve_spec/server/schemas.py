@@ -344,6 +344,9 @@ class OpenAIOptions(Common):
 
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
+    return_tokens_as_token_ids: StrictBool | None = Field(
+        None, description="Calls tokens with log-probabilities `token_id:1` in place of their texts, as vLLM does."
+    )
 
     @field_validator("response_format", "structured_outputs", *_GUIDED, mode="before")
     @classmethod

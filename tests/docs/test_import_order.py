@@ -24,6 +24,7 @@ ORDER = [
     {"engine"},
     {"generation"},
     {"acceleration"},
+    {"teachers"},
     {"distilling"},
     {"__init__"},
     {"cli_common"},
