@@ -69,7 +69,8 @@ class ServedModel(Teacher):
         """Send questions, `_AT_ONCE` at a time."""
         numbered = enumerate(questions)
         running: dict[Future[Answer], int] = {}
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
+        pool = ThreadPoolExecutor(_AT_ONCE)
+        try:
             while True:
                 for number, question in itertools.islice(numbered, _AT_ONCE - len(running)):
                     running[pool.submit(self._answer, question)] = number
@@ -77,13 +78,15 @@ class ServedModel(Teacher):
                     return
                 for done in wait(running, return_when=FIRST_COMPLETED).done:
                     yield running.pop(done), done.result()
+        finally:  # what is still being written is not waited for: the rest is saved first
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _answer(self, question: Question) -> Answer:
         drawn = {"seed": question.seed} if question.temperature else {}
         [choice], tokens = self._complete(
             question.prompt_ids, max_tokens=question.max_tokens, temperature=question.temperature, **drawn
         )
-        written = _tops(choice["logprobs"])
+        written = _tops(choice.get("logprobs"))
         shown = None
         if written is not None:
             ids = np.array(question.prompt_ids + [chosen for chosen, _ in written], np.int32)
@@ -106,7 +109,7 @@ class ServedModel(Teacher):
         while len(tops) < len(tokens) and goes_on():
             prompts = [[*self._before, token] for token in tokens[len(tops) : len(tops) + _AT_ONCE].tolist()]
             choices, _ = self._complete(prompts, max_tokens=1, temperature=0)
-            written = [_tops(choice["logprobs"]) for choice in choices]
+            written = [_tops(choice.get("logprobs")) for choice in choices]
             if None in written:
                 break
             tops += [one[0][1] if one else [] for one in written if one is not None]  # some texts end at once

@@ -118,9 +118,9 @@ def test_top_tokens_are_read_where_ids_are_named(logprobs, reference_tokenizer):
     assert body["prompt"] == [1, 2] and body["model"] == "m" and body["seed"] == 3 and body["max_tokens"] == 16
 
 
-@pytest.mark.parametrize("logprobs", [TEXTS, CHAT, None], ids=["texts", "chat", "none"])
-def test_elsewhere_answers_are_kept_alone(logprobs, reference_tokenizer, tmp_path):
-    with answering(lambda _: completion({"logprobs": logprobs})) as (url, _):
+@pytest.mark.parametrize("choice", [{"logprobs": TEXTS}, {"logprobs": CHAT}, {}], ids=["texts", "chat", "none"])
+def test_elsewhere_answers_are_kept_alone(choice, reference_tokenizer, tmp_path):
+    with answering(lambda _: completion(choice)) as (url, _):
         teacher = ServedModel(Remote(url), reference_tokenizer)
         report = distil(teacher, reference_tokenizer, tmp_path / "store", prompts=PROMPTS)
     assert report.answers >= 2 and report.asked == report.contexts == 0
