@@ -153,7 +153,9 @@ class Speculation:
 
     def open_stores(self, store: Any) -> list[Datastore]:
         """The store of a call, or several: folders, or stores opened before; none for None (errors: `accelerate`)."""
-        given = store if isinstance(store, list | tuple) else [] if store is None else [store]
+        if store is None:
+            return []
+        given = store if isinstance(store, list | tuple) else [store]
         opened = [open_store(one, self.tokenizer) for one in given]
         check_stores(self.model, embedded_tokens(self.model), self.config, opened)
         return opened

@@ -237,6 +237,8 @@ class RecordedPass:
         What every layer's attention does.
     groups
         Query heads per key head.
+    device, dtype
+        The model's.
     attends_rows
         Whether it attends by itself, over the texts that it is given, if their keys and values are of `row_dtype`.
     by_kernels, by_copies
@@ -265,7 +267,7 @@ class RecordedPass:
         recording = _Recording(model, num_layers, layer)
         self.layer, self.exact = layer, exact
         self.by_kernels, self.by_copies = row_kernels is not None, bool(like)
-        self.device = input_device(model)
+        self.device, self.dtype = input_device(model), model.dtype
         with (
             attention_implementation(model, RECORDER), torch.inference_mode(False), torch.no_grad(), _quiet(),
         ):  # fmt: skip

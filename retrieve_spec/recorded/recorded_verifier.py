@@ -56,7 +56,7 @@ class RecordedVerifier:
         """Why this generation does not use the recorded pass; empty when it does."""
         self.recorded, self._state = recorded, state
         self.own = own
-        self._mask = TreeMask(recorded.groups, model.dtype, recorded.device)
+        self._mask = TreeMask(recorded.groups, recorded.dtype, recorded.device)
         self._slabs: KVBuffer | None = None
         self._past = self._unread = self._pending = 0  # tokens: cached, to process, of the last pass
         self._cache: Any = None

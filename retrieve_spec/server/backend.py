@@ -193,7 +193,13 @@ Text = SharedText | LoneText
 
 
 class Backend:
-    """An accelerated model, its caches and limits; ``ctx_size`` limits the positions that are used (0: all)."""
+    """An accelerated model, its caches and limits; ``ctx_size`` limits the positions that are used (0: all).
+
+    Attributes
+    ----------
+    cuts_caches
+        Whether the model's caches can be cut.
+    """
 
     heals = True
 
@@ -206,6 +212,7 @@ class Backend:
         self._beginnings: Beginnings | None = None
         self._templates = Templates(model)
         self._device = input_device(model)
+        self.cuts_caches = can_cut(self.new_cache())
         self.n_ctx = max_positions(model) or 4096
         if ctx_size:
             self.n_ctx = min(self.n_ctx, ctx_size)
@@ -228,7 +235,7 @@ class Backend:
         surplus = self.cache_length(cache) - keep
         if surplus <= 0:
             return surplus == 0
-        if not can_cut(cache):
+        if not self.cuts_caches:
             return False
         cache.crop(-surplus)
         return True
@@ -431,7 +438,7 @@ class SlotPool:
             for slot in self._slots:
                 usable = slot.scope == scope and not slot.dropped and (slot.copied is not None or not slot.held)
                 n = common_prefix(slot.token_ids, prompt) if usable else 0
-                if not can_cut(slot.cache) and (slot.held or n < len(slot.token_ids) or n == len(prompt)):
+                if not self._backend.cuts_caches and (slot.held or n < len(slot.token_ids) or n == len(prompt)):
                     n = 0
                 if n > shared or (n == shared and best is not None and best.held):
                     best, shared = slot, n

@@ -269,12 +269,16 @@ class TaskStream:
         """Submit a task to the queue."""
         number = len(self.prepared)
 
-        def sink(news: Delta | Completion) -> None:
+        def sink(*news: Delta | Completion) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed
-                self._loop.call_soon_threadsafe(self._said.put_nowait, (number, news))
+                self._loop.call_soon_threadsafe(self._tell, [(number, each) for each in news])
 
         self._leave.append(service.queue.submit(prepared.task, sink))
         self.prepared.append(prepared)
+
+    def _tell(self, said: list[Said]) -> None:
+        for each in said:
+            self._said.put_nowait(each)
 
     async def __aiter__(self) -> AsyncIterator[list[Said]]:
         left = len(self.prepared)
@@ -308,7 +312,8 @@ async def opened(service: Service, prepare: Callable[[], Sequence[PreparedTask]]
     Refusal
         503: the queue is full; and whatever `prepare` raises.
     """
-    stream = TaskStream(asyncio.get_running_loop())
+    loop = asyncio.get_running_loop()
+    stream = TaskStream(loop)
 
     def work() -> None:
         try:
@@ -318,7 +323,7 @@ async def opened(service: Service, prepare: Callable[[], Sequence[PreparedTask]]
             stream.close()
             raise
 
-    opening = asyncio.ensure_future(asyncio.to_thread(work))
+    opening = loop.run_in_executor(None, work)
     try:
         await asyncio.shield(opening)
     except asyncio.CancelledError:  # the thread continues

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from retrieve_spec.engine.report import GenerationReport
 from retrieve_spec.engine.scheduler import AHEAD, ORDINARY, TYPING, Turn
-from retrieve_spec.server.backend import COPY_FROM, Backend, DraftHints, Slot, SlotPool, can_cut
+from retrieve_spec.server.backend import COPY_FROM, Backend, DraftHints, Slot, SlotPool
 from retrieve_spec.server.sampling import Sampling, TokenLogProb
 from retrieve_spec.server.text import StopRules, StopScanner, StopType, TextCodec
 
@@ -158,8 +158,10 @@ class Completion:
         return len(self.token_ids) - self.surplus
 
 
-Sink = Callable[[Delta | Completion], None]
-"""Called in the queue's thread: any number of deltas, then one completion. It must not block or fail."""
+Sink = Callable[..., None]
+"""Called in the queue's thread with what is new: any number of deltas, then one completion, which may come in the same
+call as the last delta. It must not block or fail.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,7 +249,7 @@ class Job:
         task, self._noted_at = self.task, self._clock()
         slot, self.done.cached_tokens = self._pool.take(self._prompt, task.scope, reuse=task.reuse)
         self._slot = slot
-        if not can_cut(slot.cache):
+        if not self._backend.cuts_caches:
             new = range(self.done.cached_tokens + 1, len(task.prompt_ids))
             self._settled = [count for count in task.settled if count in new]
         self.text = self._next_text()

@@ -377,6 +377,4 @@ class RequestQueue:
             job.turn.cancelled = True
         self._on_done(job.task, done)
         for waiter in waiters:
-            if last is not None:
-                waiter.sink(last)
-            waiter.sink(done)
+            waiter.sink(*([done] if last is None else [last, done]))

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from retrieve_spec.config import TOOL_FORMATS, ServeConfig
 from retrieve_spec.engine.drafters import Drafters
 from retrieve_spec.errors import RetrieveSpecError, in_a_line
-from retrieve_spec.server.backend import Backend, DraftHints, can_cut, common_prefix
+from retrieve_spec.server.backend import Backend, DraftHints, common_prefix
 from retrieve_spec.server.call_formats import HERMES, ToolFormat, find_tool_format
 from retrieve_spec.server.edits import Edit, find_edit
 from retrieve_spec.server.guard import Metrics, Refusal, TooLong
@@ -257,7 +257,6 @@ class Service:
         self.workspace = workspace
         self.chat_sampling = GREEDY if generation_config is None else sampling_of(generation_config)
         self.codec, self.backend_vocabulary = TextCodec(tokenizer), len(tokenizer)
-        self._cuts_caches = can_cut(backend.new_cache())
         self.fim = find_format(self.codec)
         own = None if generation_config is None else generation_config.eos_token_id
         ends = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
@@ -420,7 +419,7 @@ class Service:
         def reader() -> AnswerReader:
             return AnswerReader(prompt.thinking.begun, CallParser(fmt, schemas) if fmt else None)
 
-        if not self._cuts_caches:
+        if not self.backend.cuts_caches:
             end = len(prompt.token_ids) - max(1, len(self.prompts.opening(request)))
             shared = common_prefix(self.prompts.instructions(request), prompt.token_ids)
             places = {*settled_before(end), shared - 1, end}  # the last token may change when a question follows

@@ -12,6 +12,8 @@ from retrieve_spec.server.backend import DraftHints
 
 
 class ScriptedBackend:
+    cuts_caches = True
+
     def __init__(
         self, script: Callable[[Sequence[int]], list[int]], *, n_ctx: int = 4096, run: int = 2, pass_s: float = 0.0
     ) -> None:
@@ -131,13 +133,15 @@ class Collector:
 
     def __init__(self) -> None:
         self.events: list[object] = []
+        self.calls: list[int] = []  # events of each call
         self.done = threading.Event()
 
-    def __call__(self, event: object) -> None:
+    def __call__(self, *news: object) -> None:
         from retrieve_spec.server.jobs import Completion
 
-        self.events.append(event)
-        if isinstance(event, Completion):
+        self.events += news
+        self.calls.append(len(news))
+        if isinstance(news[-1], Completion):
             self.done.set()
 
     def result(self):

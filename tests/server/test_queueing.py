@@ -53,6 +53,12 @@ def drain(engine):
         pass
 
 
+def test_last_text_and_the_completion_come_in_one_call(engine):
+    asked = ask(engine, [500], rules=StopRules(max_tokens=4))
+    assert asked.result().token_ids == [501, 502, 503, 504]
+    assert asked.calls == [1, 2]
+
+
 def test_end_inside_a_run_costs_no_further_pass(engine, backend):
     backend.script = lambda prompt: [500, 501, 0, 502, 503, 504]
     done = ask(engine, [600]).result()

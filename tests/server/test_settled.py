@@ -15,22 +15,14 @@ from retrieve_spec.server.run import assemble
 INSTRUCTIONS = {"role": "system", "content": "You are brief. " * 40}
 
 
-class Rows(list):
-    """A cache of a layer that forgets what a cut would need."""
-
-    layers = (object(),)
-
-
 class Forgetful(ScriptedBackend):
-    def new_cache(self):
-        return Rows()
+    """A model of layers that forget what a cut of their cache would need."""
+
+    cuts_caches = False
 
     def crop(self, cache, keep):
         assert keep <= len(cache)
         return keep == len(cache)
-
-    def clone(self, cache):
-        return Rows(cache)
 
 
 @pytest.fixture
