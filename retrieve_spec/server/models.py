@@ -120,6 +120,7 @@ class Models:
         self._changing = asyncio.Lock()
         self._waiting = 0
         self._ready, self._stage, self._since = False, "starting", monotonic()
+        self._compiled = 0  # kernels, in this stage
 
     @classmethod
     def of(cls, service: Service) -> Models:
@@ -128,14 +129,19 @@ class Models:
 
     def set_stage(self, stage: str) -> None:
         """Set and log what loading the first model does at present."""
-        self._stage = stage
+        self._stage, self._compiled = stage, 0
         log.info("%s …", stage)
+
+    def count_kernel(self, name: str) -> None:
+        """Count a kernel that is compiled, as a sign that the stage goes on."""
+        self._compiled += 1
 
     def unready(self) -> JSONResponse | None:
         """Return the answer to all requests until the first model is loaded, then None."""
         if self._ready:
             return None
-        return JSONResponse(loading(self._stage, monotonic() - self._since), 503, {"Retry-After": "1"})
+        stage = f"{self._stage} ({self._compiled} so far)" if self._compiled else self._stage
+        return JSONResponse(loading(stage, monotonic() - self._since), 503, {"Retry-After": "1"})
 
     async def start(self) -> None:
         """Load the first model."""

@@ -22,6 +22,7 @@ from retrieve_spec.datastore.store import Datastore, open_datastore
 from retrieve_spec.drafting.drafter import Preparable
 from retrieve_spec.drafting.presets import build_drafter
 from retrieve_spec.errors import ServeError
+from retrieve_spec.kernels.compiled_code import report_compiling
 from retrieve_spec.reference_model import load_model
 from retrieve_spec.sampling.acceptance import prepare_sampling
 from retrieve_spec.server.app import create_app
@@ -200,7 +201,8 @@ def serve(
 
     def build_first() -> Service:
         first = models.first
-        service = build(paths[first], name=first, sources=sources, progress=models.set_stage)
+        with report_compiling(models.count_kernel):
+            service = build(paths[first], name=first, sources=sources, progress=models.set_stage)
         log.info("%s, fill-in-the-middle: %s", service.name, service.family or service.no_fim())
         on_loaded()
         return service

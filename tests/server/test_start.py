@@ -85,10 +85,11 @@ def test_a_server_that_is_ended_says_so_to_who_waits(server):
     assert "Traceback" not in said
 
 
-def test_a_server_that_is_interrupted_while_it_compiles_ends_as_usual(processes, tmp_path, monkeypatch):
+def test_a_server_that_compiles_says_how_far_it_is_and_can_be_interrupted(processes, tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     server = processes()
     wait_for(lambda: any(tmp_path.rglob("*.nbi")))
+    wait_for(lambda: (said := server.health()) and " so far)" in said.json()["loading"]["stage"])
     said = server.stop(signal.SIGINT)
     assert server.child.returncode == 0 and "terminate called" not in said
 
