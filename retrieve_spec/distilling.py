@@ -53,6 +53,8 @@ _NOTHING = Observations(
 """Observations of no text."""
 _AGAIN_S, _PATIENCE_S = 0.5, 3600.0
 """Seconds between attempts to write a store that another process is writing, and of all of them at the end."""
+_ASKED_SHARE = 0.1
+"""Share of the time in which it is asked what follows each token alone; a later run asks for the rest."""
 SAVED_EVERY_S = 300.0
 """Seconds between saves, each of which takes a few."""
 _Result = TypeVar("_Result")
@@ -279,7 +281,8 @@ class _Work:
         keys = keys_of_tokens(self._teacher.vocabulary)
         new = np.flatnonzero(~np.isin(keys, [] if earlier is None else earlier.keys)).astype(np.int32)
         if len(new):
-            tokens, top_ids, probs = self._teacher.after_each(new, self._has_time)
+            end = self._began + _ASKED_SHARE * (self._end - self._began)
+            tokens, top_ids, probs = self._teacher.after_each(new, lambda: self._has_time() and perf_counter() < end)
             self._observed.append(Observations(tokens, np.ones(len(tokens), np.int64), top_ids, probs))
 
     def read(self, text: str) -> None:

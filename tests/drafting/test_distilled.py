@@ -338,6 +338,13 @@ def test_asking_shows_its_progress_and_goes_on_where_it_was_interrupted(referenc
 
 
 @pytest.mark.usefixtures("never_asked")
+def test_asking_leaves_time_for_answers(reference_model, reference_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(distilling, "_ASKED_SHARE", 0.0)
+    report = distil(reference_model, reference_tokenizer, tmp_path / "store", prompts=["def f("], max_tokens=8)
+    assert report.asked == 0 and report.answers == 1
+
+
+@pytest.mark.usefixtures("never_asked")
 def test_a_later_run_asks_for_tokens_for_which_the_time_was_too_short(reference_model, reference_tokenizer, tmp_path):
     token, run = 5000, partial(distil, reference_model, reference_tokenizer, tmp_path / "store", texts=["x = 1\n"])
     assert run(minutes=1e-9).asked == 0
