@@ -120,9 +120,10 @@ test-sglang:
 	.venv-sglang/bin/python -m pip install -q msgspec orjson pybase64 pyzmq triton $(PIP_ARGS)
 	.venv-sglang/bin/python -m pytest tests/integrations/test_sglang_contract.py $(ARGS)
 
-## make test-agents Codex, opencode, Qwen Code and aider as they are released, against the server; nothing but this machine is asked
+## make test-agents seven coding agents as they are released, against the server; nothing but this machine is asked
 test-agents: setup-test
-	test -x .agents/node_modules/.bin/codex || npm install --silent --prefix .agents @openai/codex@0.171 opencode-ai@1.18 @qwen-code/qwen-code@0.15
+	test -x .agents/node_modules/.bin/copilot || npm install --silent --prefix .agents @openai/codex@0.171 opencode-ai@1.18 \
+		@qwen-code/qwen-code@0.15 @anthropic-ai/claude-code@2.1.197 @continuedev/cli@1.5.47 @github/copilot@1.0.102
 	node .agents/node_modules/opencode-ai/postinstall.mjs
 	test -x .agents/bin/aider || { "$(PYTHON)" -m venv .agents && .agents/bin/pip install -q aider-chat==0.86.2 $(PIP_ARGS); }
 	RETRIEVE_SPEC_AGENTS=.agents $(BIN)/python -m pytest -rs tests/server/test_agent_clients.py $(ARGS)

@@ -19,7 +19,7 @@ FOLDER = Path(os.environ.get("RETRIEVE_SPEC_AGENTS", "/nowhere")).absolute()
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="RETRIEVE_SPEC_AGENTS names no folder with agents in it")
 
 ASK = "Run the command twice, then say that you are done."
-COMMANDS = {"exec_command": "cmd", "bash": "command", "run_shell_command": "command"}
+COMMANDS = {"exec_command": "cmd", "bash": "command", "run_shell_command": "command", "Bash": "command"}
 """Of the agents' tools that run a command, what its text is called."""
 EDIT = "done.txt\n```\nAll done.\n```\n"
 
@@ -72,7 +72,26 @@ def aider(url, home, short):
     return ["aider", "--model", "openai/tiny", "--yes-always", *quiet, "--message", f"{ASK} Write done.txt."], told
 
 
+def claude(url, home, short):
+    told = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "k", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+    return ["claude", "-p", ASK, "--allowedTools", "Bash", "--model", "tiny"], told
+
+
+def continue_cli(url, home, short):
+    model = {"name": "tiny", "model": "tiny", "provider": "openai", "apiBase": f"{url}/v1"}
+    told = {"name": "local", "version": "0.0.1", "schema": "v1", "models": [{**model, "capabilities": ["tool_use"]}]}
+    (settings := home / "config.yaml").write_text(json.dumps(told))
+    return ["cn", "-p", ASK, "--config", str(settings), "--auto"], {"CONTINUE_CLI_ENABLE_TELEMETRY": "0"}
+
+
+def copilot(url, home, short):
+    told = {"COPILOT_PROVIDER_TYPE": "openai", "COPILOT_PROVIDER_BASE_URL": f"{url}/v1", "COPILOT_OFFLINE": "true"}
+    return ["copilot", "-p", ASK, "--allow-all-tools", "--model", "tiny"], told
+
+
 AGENTS = pytest.mark.parametrize("agent", [codex, opencode, qwen, aider])
+LONG = pytest.mark.parametrize("agent", [codex, opencode, qwen, aider, claude, continue_cli, copilot])
+"""Also those whose first request is too long for a small model."""
 
 
 @pytest.fixture
@@ -100,7 +119,7 @@ def refused(server):
     return [line for line in counted if line.startswith("retrieve_spec_requests_total") and 'status="200"' not in line]
 
 
-@AGENTS
+@LONG
 @pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "qwen3.5", "llama3", "mistral", "gemma"])
 def test_a_task_of_two_calls_ends(served, templated, run, tmp_path, agent, family):
     templated.chat_template = FAMILIES[family]
