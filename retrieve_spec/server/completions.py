@@ -144,10 +144,10 @@ _MOST_NAMES = 2000
 
 
 def left_out_header(request: Request, names: Sequence[str]) -> dict[str, str]:
-    """Return the header that names ignored fields, and log it."""
+    """Return the header that names ignored fields, some by the client's words, and log it."""
     if not names:
         return {}
-    told = ", ".join(names)[:_MOST_NAMES]
+    told = ", ".join(names).encode("unicode_escape").decode("ascii")[:_MOST_NAMES]
     log.info("left out of a request to %s: %s", request.url.path, told)
     return {"x-retrieve-spec-ignored": told}
 

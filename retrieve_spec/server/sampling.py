@@ -375,10 +375,6 @@ def _sayable(schema: Any, name: str, left_out: list[str]) -> Any:
     return {key: _sayable(value, name, left_out) for key, value in kept.items()}
 
 
-def _in_a_header(text: str) -> str:
-    return text.encode("ascii", "replace").decode().replace("\n", " ")
-
-
 class Grammars:
     """Grammars for the vocabulary of one model."""
 
@@ -448,7 +444,7 @@ class Grammars:
         problem, unsaid = check_grammar(grammar, vocabulary)
         if problem:
             raise Refusal(400, f'"{name}": {problem}')
-        left_out += [f"{name} ({_in_a_header(one)})" for one in unsaid]
+        left_out += [f"{name} ({one})" for one in unsaid]
         return grammar
 
     def _read_vocabulary(self, name: str) -> Any:

@@ -1,7 +1,10 @@
 """Agents: their first requests, and those after a call, are answered whatever the model's chat template takes."""
 
 import json
+import operator
+import random
 import re
+from functools import reduce
 
 import pytest
 from first_requests import ASKED, CLIENTS, RULES, SCHEMA
@@ -155,6 +158,29 @@ def test_what_is_left_out_is_told(agent):
     for client in CLIENTS:
         told = agent.post(client.path, client.body).headers.get("x-retrieve-spec-ignored", "")
         assert told.split(", ") == (client.left_out or [""])
+
+
+WRONG = [None, "", 0, -1, True, [], {}, "x", [None], [1], {"a": 1}, [[]], [{}], "\ud800", {"type": "картина\r\n"}, 3.5]
+
+
+def places(value, place=()):
+    """The paths of all values in a JSON value."""
+    for key in value if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0):
+        yield (*place, key)
+        yield from places(value[key], (*place, key))
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: type(client).__name__)
+def test_any_wrong_value_is_answered_and_in_a_history_with_200(served, templated, client):
+    templated.chat_template = FAMILIES["qwen3"]
+    server, draw = served("All done.", 7), random.Random(1)
+    for _ in range(60):
+        body = json.loads(json.dumps({**client.body, "stream": False}))
+        *above, key = place = draw.choice([place for place in places(body) if place[0] not in ("stream", "model")])
+        reduce(operator.getitem, above, body)[key] = draw.choice(WRONG)
+        status = server.client.post(client.path, content=json.dumps(body)).status_code
+        is_history = place[0] in ("messages", "input") and len(place) > 1
+        assert status == 200 or (status == 400 and not is_history), (place, body)
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", "mistral"])

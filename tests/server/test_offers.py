@@ -103,3 +103,11 @@ def test_bodies_of_many_megabytes_are_read(live, say):
     said = [{"role": "user", "content": [picture, {"type": "text", "text": "What is it?"}]}]
     answer = server.post("/v1/chat/completions", {"messages": said})
     assert answer.status_code == 200 and answer.headers["x-retrieve-spec-ignored"] == "messages.0 (image_url)"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_clients_words_cannot_break_the_header_that_names_what_is_ignored(live, say, stream):
+    given = {"input": "a", "include": ["картина\r\nx-other: 1"], "stream": stream}
+    answer = live(say("said")).post("/v1/responses", given)
+    assert answer.status_code == 200 and "x-other" not in answer.headers
+    assert answer.headers["x-retrieve-spec-ignored"].startswith(r"include (\u043a")
